@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from irc.compiler.estimate.estimate import estimate
-from irc.compiler.estimate.hf_config import Lora, step_of_config
+from irc.compiler.estimate.hf_config import step_of_config
 from irc.compiler.estimate.largest_batch import Step, search_largest
+from irc.compiler.estimate.lora import Lora
 from irc.compiler.model_source import training_loss
 from irc.compiler.optimize import optimize
 from irc.compiler.request import Request

@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from irc.compiler.compile import capture_call, plan_captured
 from irc.compiler.estimate.estimate import items_of
-from irc.compiler.estimate.hf_config import Lora, step_of_config
+from irc.compiler.estimate.hf_config import step_of_config
+from irc.compiler.estimate.lora import Lora
 from irc.compiler.request import Request
 from irc.ir import BudgetError, format_bytes
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ..ir import Gradients, Plan
+from ..ir import Gradients, Plan, UsageError
 from ..passes.costs.allocations import peak_bytes
 from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
 from ..torch_support.allocated import allocated_bytes, cuda_devices
 from ..torch_support.pytree import flatten
+from ..torch_support.without_data import lacks_data
 from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, numbers_of
 from .model_source import training_loss
 
@@ -27,6 +28,7 @@ __all__ = [
     "Comparison",
     "Differences",
     "Step",
+    "check_measurable",
     "compare",
     "compare_step",
     "measured_peak_bytes",
@@ -133,6 +135,18 @@ def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
         found.append(_step(module, inputs, _clock(module))[0])
         _update(module)
     return found
+
+
+def check_measurable(module: nn.Module) -> None:
+    """Refuses to measure a model without data.
+
+    Raises:
+        UsageError: IRC403.
+    """
+    if any(map(lacks_data, (*module.parameters(), *module.buffers()))):
+        raise UsageError(
+            "IRC403", "a model without data cannot be measured", help="leave out measure (--measure)"
+        )
 
 
 def measured_peak_bytes(

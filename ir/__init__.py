@@ -41,7 +41,7 @@ from .graph import (
     values_in,
 )
 from .live_forwards import Others, loss_waiting_bytes, others_after, others_before
-from .liveness import Timeline, liveness, stored_bytes
+from .liveness import Timeline, liveness, resident_before, stored_bytes
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .pipeline.schedule import Action, InFlight, PipelineSchedule, Work
 from .pipeline.timing import (
@@ -170,6 +170,7 @@ __all__ = [
     "print_schedule",
     "printable",
     "require",
+    "resident_before",
     "same_graph",
     "same_schedule",
     "simulate_pipeline",

@@ -10,7 +10,7 @@ from .live_forwards import Others, loss_waiting_bytes, others_after, others_befo
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from .types import Storage
 
-__all__ = ["Timeline", "liveness", "stored_bytes"]
+__all__ = ["Timeline", "liveness", "resident_before", "stored_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,16 @@ def _demand(
             return storage.nbytes, frozenset((storage,))
         case Free() | Offload() | Wait():
             return 0, frozenset()
+
+
+def resident_before(schedule: Schedule, index: int) -> set[Storage]:
+    """The storages that are on the device when an instruction begins, but for the static ones."""
+    resident: set[Storage] = set()
+    for instruction in schedule.instructions[:index]:
+        resident |= _demand(instruction, schedule, {})[1]
+        if isinstance(instruction, Free):
+            resident.discard(instruction.storage)
+    return resident
 
 
 def stored_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:

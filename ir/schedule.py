@@ -70,10 +70,14 @@ class Schedule:
         return tuple(i.node for i in self.instructions if isinstance(i, Compute))
 
     @property
+    def loss_index(self) -> int:
+        """The position of the loss among the instructions."""
+        return next(k for k, instruction in enumerate(self.instructions) if isinstance(instruction, Loss))
+
+    @property
     def halves(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
         """The nodes run before the loss and after it."""
-        split = next(k for k, instruction in enumerate(self.instructions) if isinstance(instruction, Loss))
-        before, after = self.instructions[:split], self.instructions[split:]
+        before, after = self.instructions[: self.loss_index], self.instructions[self.loss_index :]
         return (
             tuple(i.node for i in before if isinstance(i, Compute)),
             tuple(i.node for i in after if isinstance(i, Compute)),

@@ -27,6 +27,9 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _HELP = 'write bytes (1073741824), "4GiB" (4 x 2^30), "4GB" (4 x 10^9) or "60%" of the baseline peak'
 
 
+_MOST_BYTES = 1 << 62
+
+
 def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
     """A budget in bytes.
 
@@ -45,7 +48,7 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
     if isinstance(budget, int):
         if budget <= 0:
             raise UsageError("IRC401", f"the budget is {budget} bytes; it must be positive", help=_HELP)
-        return budget
+        return _possible(budget)
     if percent := _PERCENT.fullmatch(budget):
         if Fraction(percent[1]) <= 0:
             raise UsageError("IRC401", f"the budget is {budget}; it must be positive", help=_HELP)
@@ -60,6 +63,17 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
     nbytes = int(Fraction(number) * _UNITS[unit])
     if nbytes <= 0:
         raise UsageError("IRC401", f"the budget is {budget!r}; it must be positive", help=_HELP)
+    return _possible(nbytes)
+
+
+def _possible(nbytes: int) -> int:
+    """The bytes of a budget, which a machine can count to.
+
+    Raises:
+        UsageError: IRC401.
+    """
+    if nbytes >= _MOST_BYTES:
+        raise UsageError("IRC401", "the budget is out of all proportion", help=_HELP)
     return nbytes
 
 

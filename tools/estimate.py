@@ -118,7 +118,8 @@ def step_of(
 
         loaded = load(source_of(options))
         return loaded.module, loaded.args, {}
-    from ..compiler.estimate.hf_config import parse_train, step_of_config
+    from ..compiler.estimate.hf_config import step_of_config
+    from ..compiler.estimate.lora import parse_train
 
     rows = batch or (1 if options.batch is None else options.batch)
     tokens = options.sequence if sequence is None else sequence
@@ -129,7 +130,7 @@ def step_of(
         batch=rows,
         sequence=tokens,
         dtype=options.dtype,
-        lora=parse_train(options.train or "full"),
+        lora=parse_train("full" if options.train is None else options.train),
         has_data=has_data,
     )
     return module, (), kwargs

@@ -83,7 +83,13 @@ def _max_batch(options: argparse.Namespace) -> int:
                 loss=training_loss,
                 time_limit=options.time_limit,
             )
-            found = search_largest(grow, request, axis=options.axis, measure=options.measure)
+            found = search_largest(
+                grow,
+                request,
+                axis=options.axis,
+                measure=options.measure,
+                filled=lambda size: grow(size, True),
+            )
     if options.json:
         print(json.dumps(found.to_json(), indent=1))
     elif not options.quiet:
@@ -93,16 +99,18 @@ def _max_batch(options: argparse.Namespace) -> int:
     return 0 if found.holds else 1
 
 
-def _growing(options: argparse.Namespace) -> Callable[[int], Step] | None:
-    """Makes the step of a size, for what is made anew for each; None for a factory, whose arguments grow.
+def _growing(options: argparse.Namespace) -> Callable[..., Step] | None:
+    """Makes the function that makes the step of a size, with drawn weights if it is asked for.
+
+    It is None for a factory: its module stays, and its arguments grow.
 
     Raises:
         UsageError: IRC585 for an ONNX file along another axis than the batch.
     """
     if options.config is not None:
         if options.axis == "batch":
-            return lambda size: step_of(options, batch=size, has_data=options.measure)
-        return lambda size: step_of(options, sequence=size, has_data=options.measure)
+            return lambda size, has_data=False: step_of(options, batch=size, has_data=has_data)
+        return lambda size, has_data=False: step_of(options, sequence=size, has_data=has_data)
     if options.model is None or source_of(options).is_factory:
         return None
     if options.axis != "batch":
@@ -113,7 +121,7 @@ def _growing(options: argparse.Namespace) -> Callable[[int], Step] | None:
         )
     from ..compiler.model_source import load
 
-    def step(size: int) -> Step:
+    def step(size: int, has_data: bool = True) -> Step:
         loaded = load(replace(source_of(options), batch=size))
         return loaded.module, loaded.args, {}
 

@@ -15,7 +15,7 @@ from ...backends.torch import bind_program, compile_program
 from ...frontends.torch import Captured
 from ...ir import Instruction, UsageError, first_line
 from ...passes import Program
-from ..training import compare, measured_peak_bytes
+from ..training import check_measurable, compare, measured_peak_bytes
 from .cells import Measured
 from .torch_methods import Method, NotApplicableError, compiler, methods
 
@@ -54,11 +54,7 @@ class Measurer:
         kwargs: Mapping[str, Any] | None,
         loss: Callable[[Any], Tensor],
     ) -> None:
-        tensors = (*model.parameters(), *model.buffers())
-        if any(type(tensor.data) is not Tensor or tensor.is_meta for tensor in tensors):
-            raise UsageError(
-                "IRC403", "a model without data cannot be measured", help="leave out measure (--measure)"
-            )
+        check_measurable(model)
         try:
             self._pristine = copy.deepcopy(model)
             self._args, self._kwargs = copy.deepcopy((tuple(args), dict(kwargs or {})))

@@ -22,7 +22,7 @@ from ...ir import (
     printable,
 )
 from ...passes import CheckpointProblem, Machine, PassManager, Planner, Program, machine_named
-from ...passes.costs.optimizer_costs import OptimizerFactory, extrapolated_step_costs
+from ...passes.costs.optimizer_costs import OptimizerFactory, extrapolated_step_costs, optimizer_of
 from ...passes.costs.table import StepCost
 from ...torch_support.pytree import flatten
 from ..compile import capture_call, plan_captured
@@ -163,7 +163,7 @@ class Estimate:
 
     @property
     def _source(self) -> str:
-        """What the times are."""
+        """The source of the times."""
         if self.machine in ("measured", "thorough"):
             return "by measured operations"
         least, most = ROOFLINE_ERROR
@@ -236,14 +236,19 @@ def _estimate(
         planner = Planner(program)
         minimum_bytes = error.minimum_bytes if isinstance(error, BudgetError) else planner.minimum_bytes()
         budget_bytes = parse_budget(request.budget, planner.baseline_bytes)
-    parameters = {e.value.storage: e for e in graph.inputs if e.role is InputRole.PARAMETER}.values()
+    parameters = {graph.tied[e.value]: e for e in graph.inputs if e.role is InputRole.PARAMETER}.values()
     return Estimate(
         parameters=sum(entry.value.type.numel for entry in parameters),
         trained=sum(entry.value.type.numel for entry in parameters if entry.requires_grad),
         machine="measured" if described is None else printable(described.name, 64),
         capacity_bytes=0 if described is None else described.capacity_bytes,
         budget_bytes=budget_bytes,
-        written=_as_written(captured, costed, prepared.graph),
+        written=_as_written(
+            captured,
+            costed,
+            prepared.graph,
+            steps_at_once=request.optimizer is not None and _steps_at_once(request.optimizer, described),
+        ),
         static_bytes=prepared.graph.static_bytes,
         minimum_bytes=minimum_bytes,
         plan=plan,
@@ -255,13 +260,14 @@ def _estimate(
     )
 
 
-def _as_written(captured: Captured, costed: Program, prepared: Graph) -> MemoryUse:
+def _as_written(captured: Captured, costed: Program, prepared: Graph, *, steps_at_once: bool) -> MemoryUse:
     """The memory of the step as its user wrote it: in backward, or when the optimizer steps after it.
 
     Args:
         captured: The call.
         costed: Its graph with costs.
         prepared: The graph with the optimizer's steps, if there is one.
+        steps_at_once: Whether these make their temporaries for all parameters at once.
     """
     assert costed.costs is not None
     graph, workspaces = captured.graph, costed.costs.workspace_bytes
@@ -270,12 +276,24 @@ def _as_written(captured: Captured, costed: Program, prepared: Graph) -> MemoryU
     if prepared.gradients is not Gradients.APPLIED:
         return memory_use(schedule, workspaces, peak_bytes=eager_bytes)
     state_bytes = prepared.reserved_bytes
-    step_bytes = max((StepCost.of(node).workspace_bytes for node in prepared.releases), default=0)
+    steps = [StepCost.of(node).workspace_bytes for node in prepared.releases]
+    step_bytes = _LOOP_BYTES + (sum(steps) if steps_at_once else max(steps, default=0))
     return max(
         memory_use(schedule, workspaces, peak_bytes=eager_bytes, state_bytes=state_bytes),
         use_after_backward(graph, {"optimizer state": state_bytes, "workspaces": step_bytes}),
         key=lambda use: use.peak_bytes,
     )
+
+
+def _steps_at_once(factory: OptimizerFactory, described: Machine | None) -> bool:
+    """Whether an optimizer's step makes its temporaries for all parameters at once (`foreach`).
+
+    Torch chooses that on GPUs unless it is told otherwise. A described machine with a tier `host` is one.
+    """
+    parameter = nn.Parameter(torch.zeros(1))
+    asked = [group.get("foreach") for group in optimizer_of(factory, [parameter]).param_groups]
+    is_gpu = torch.cuda.is_available() if described is None else described.tier("host") is not None
+    return any(foreach or (foreach is None and is_gpu) for foreach in asked)
 
 
 def without_large_steps(request: Request, captured: Captured) -> Request:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import UsageError, first_line, printable
+from .closed_library import closed_library
+from .lora import Lora, add_adapters
 
-__all__ = ["DTYPES", "Lora", "parse_train", "step_of_config"]
+__all__ = ["DTYPES", "step_of_config"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,40 +47,13 @@ name code in many ways, and are refused."""
 _MOST_PARTS = 1 << 16
 """The most layers and labels."""
 
-_LOCK = threading.RLock()
-"""Held as long as settings of torch and of its libraries are others than the user's."""
-
 _TOKENS = 2048
+_ANY_LENGTH = 1 << 40
+_POSITIONS = re.compile(r"position[^.]*$|wpe$")
+"""The end of the path of an embedding of positions."""
+
 _MOST_BYTES = 1 << 20
 """The largest file that is read as a configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Low-rank adapters on all linear layers but the last: their weights alone are trained.
-
-    Args:
-        rank: The rank of each.
-
-    Source:
-        Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021).
-    """
-
-    rank: int
-
-
-def parse_train(text: str) -> Lora | None:
-    """What is trained: `full`, or adapters as `lora:r=16`.
-
-    Raises:
-        UsageError: IRC580 when it is written in another way.
-    """
-    if text == "full":
-        return None
-    kind, _, rank = text.partition(":r=")
-    if kind == "lora" and rank.isascii() and rank.isdecimal() and 0 < int(rank[:9]) < 1 << 20:
-        return Lora(int(rank))
-    raise UsageError("IRC580", f"--train {text!r} is not known", help="give full, or lora:r=16")
 
 
 def step_of_config(
@@ -115,7 +89,7 @@ def step_of_config(
     """
     transformers = _transformers()
     data = _read(path)
-    with _settings(transformers):
+    with closed_library():
         config = _config(transformers, data, path)
     kind, make_batch = _kind(transformers, data, path)
     named = dtype or str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -124,19 +98,29 @@ def step_of_config(
             "IRC581", f"{path} asks for {printable(named)}", help=f"give --dtype {' or '.join(DTYPES)}"
         )
     config.use_cache = False
-    tokens = sequence or min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
+    if sequence is not None and make_batch is _images:
+        raise UsageError(
+            "IRC582", f"the model of {path} takes images, which have no tokens", help="leave --sequence out"
+        )
     try:
-        with _settings(transformers, DTYPES[named]):
+        with closed_library(DTYPES[named]):
             with contextlib.nullcontext() if has_data else torch.device("meta"):
                 model = kind._from_config(config, attn_implementation=_attention(kind), dtype=DTYPES[named])
-            _check_positions(model, tokens, path)
+            positions = _positions(model, config)
+            tokens = min(_TOKENS, positions) if sequence is None else sequence
+            if tokens > positions:
+                raise UsageError(
+                    "IRC586",
+                    f"the model of {path} has {positions} positions, and a row has {tokens} tokens",
+                    help=f"give --sequence {positions}, or less",
+                )
             # without data on the CPU, whose kernels of attention keep no scores, as those of GPUs
             with contextlib.nullcontext() if has_data else FakeTensorMode(allow_non_fake_inputs=True):
                 if not has_data:
                     model.to_empty(device="cpu")
                     model.tie_weights()
                 if lora is not None:
-                    _add_adapters(model, lora, transformers)
+                    add_adapters(model, lora, (transformers.pytorch_utils.Conv1D,))
                 example = make_batch(config, batch, tokens)
     except UsageError:
         raise
@@ -150,20 +134,23 @@ def step_of_config(
     return _LossOf(model.train()), example
 
 
-def _check_positions(model: nn.Module, sequence: int, path: Path) -> None:
-    """Refuses rows that are longer than the learned positions of a model.
+def _positions(model: nn.Module, config: Any) -> int:
+    """The longest row that a model takes: as many tokens as it has learned positions, else any.
 
-    Raises:
-        UsageError: IRC586.
+    Some count their positions from 2 on, or behind that of padding.
     """
-    for name, module in model.named_modules():
-        is_position = "position" in name or name.endswith("wpe")
-        if is_position and isinstance(module, nn.Embedding) and sequence > module.num_embeddings:
-            raise UsageError(
-                "IRC586",
-                f"the model of {path} has {module.num_embeddings} positions, and a row has {sequence} tokens",
-                help=f"give --sequence {module.num_embeddings}, or less",
-            )
+    learned = [
+        module.num_embeddings - _reserved(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name)
+    ]
+    return min(learned, default=_ANY_LENGTH)
+
+
+def _reserved(embedding: nn.Embedding) -> int:
+    """The first positions of an embedding that stand for no token."""
+    behind_padding = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
+    return getattr(embedding, "offset", behind_padding)
 
 
 class _LossOf(nn.Module):
@@ -174,7 +161,8 @@ class _LossOf(nn.Module):
         self.model = model
 
     def forward(self, **batch: Tensor) -> Tensor:
-        return self.model(**batch).loss
+        with closed_library():  # kernels may be loaded when they are first called
+            return self.model(**batch).loss
 
 
 def _transformers() -> ModuleType:
@@ -259,39 +247,6 @@ def _has_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-@contextlib.contextmanager
-def _settings(transformers: Any, dtype: torch.dtype | None = None) -> Generator[None]:
-    """Lets transformers run no code of a model's and ask no hub, say nothing, and make weights of a type."""
-    from huggingface_hub import constants
-    from transformers import dynamic_module_utils
-    from transformers.models.auto import auto_factory, configuration_auto
-
-    def refuse(*args: object, **options: object) -> NoReturn:
-        raise ValueError("it refers to code, which is not run")
-
-    name = "get_class_from_dynamic_module"
-    modules: list[Any] = [
-        module for module in (dynamic_module_utils, auto_factory, configuration_auto) if hasattr(module, name)
-    ]
-    with _LOCK:
-        before = torch.get_default_dtype(), transformers.logging.get_verbosity(), constants.HF_HUB_OFFLINE
-        loaders = [getattr(module, name) for module in modules]
-        try:
-            transformers.logging.set_verbosity_error()
-            constants.HF_HUB_OFFLINE = True
-            for module in modules:
-                setattr(module, name, refuse)
-            if dtype is not None:
-                torch.set_default_dtype(dtype)
-            yield
-        finally:
-            torch.set_default_dtype(before[0])
-            transformers.logging.set_verbosity(before[1])
-            constants.HF_HUB_OFFLINE = before[2]
-            for module, loader in zip(modules, loaders, strict=True):
-                setattr(module, name, loader)
-
-
 # ---------------------------------------------------------------------- kinds of models
 
 
@@ -334,6 +289,7 @@ def _labelled_tokens(config: Any, batch: int, sequence: int) -> dict[str, Tensor
 
 
 def _images(config: Any, batch: int, sequence: int) -> dict[str, Tensor]:
+    config = getattr(config, "vision_config", config)
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, list | tuple) else (size, size)
     channels = getattr(config, "num_channels", 3)
@@ -354,38 +310,3 @@ _BATCHES: Mapping[str, _MakeBatch] = {
 
 def _attention(kind: Any) -> str:
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
-
-
-# ---------------------------------------------------------------------- adapters
-
-
-class _Adapted(nn.Module):
-    """A frozen linear layer, and a trained one of low rank beside it."""
-
-    def __init__(self, base: nn.Module, features: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(features[0], rank, bias=False, dtype=dtype)
-        self.up = nn.Linear(rank, features[1], bias=False, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x)) * 2.0
-
-
-def _add_adapters(model: Any, lora: Lora, transformers: Any) -> None:
-    """Freezes the model, and puts an adapter beside each of its linear layers but the last."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    transposed = getattr(transformers.pytorch_utils, "Conv1D", ())
-    last = model.get_output_embeddings()
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if module is not last and isinstance(module, (nn.Linear, transposed))
-    ]
-    for name, module in found:
-        weight = module.weight
-        features = weight.shape[::-1] if isinstance(module, nn.Linear) else weight.shape
-        path, _, last_name = name.rpartition(".")
-        adapted = _Adapted(module, (features[0], features[1]), lora.rank, weight.dtype)
-        setattr(model.get_submodule(path), last_name, adapted)

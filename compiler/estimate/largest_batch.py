@@ -7,24 +7,25 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ...frontends.torch import Loss
 from ...ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ...torch_support.pytree import flatten
-from ...torch_support.without_data import lacks_data
 from ..compile import capture_call, plan_captured
 from ..frozen_heap import frozen_heap
 from ..model_source import training_loss
 from ..optimize import optimize_module
 from ..request import MEASURED, Request
-from ..training import measured_peak_bytes
+from ..training import check_measurable, measured_peak_bytes
 from .estimate import items_of, without_large_steps
 
 __all__ = ["AXES", "LargestBatch", "Step", "Trial", "max_batch", "next_size", "search_largest"]
@@ -35,8 +36,8 @@ AXES = {"batch": 0, "sequence": 1}
 _MOST = 1 << 20
 """The largest size that is tried."""
 
-_TOO_LONG = "IRC586"
-"""The code of the error for rows that are longer than a model has positions."""
+_NOT_TAKEN = ("IRC349", "IRC586")
+"""The codes of errors for sizes that a model does not take: its forward raises, or it has fewer positions."""
 
 _STEPS = 5
 """The steps whose median is the measured time."""
@@ -51,7 +52,7 @@ class Trial:
 
     Args:
         size: The size.
-        minimum_bytes: The smallest budget that is known for it; 0 if the model takes no such size.
+        minimum_bytes: The smallest budget that is known for it; 0 if the model does not take this size.
         overhead: The time that the plan adds; None if none fits.
         items_per_second: The tokens or samples that it trains on in a second; 0 if none fits, or if nothing
             runs twice and no operation was timed.
@@ -95,6 +96,11 @@ class LargestBatch:
         measured = self.measured_peak_bytes
         return measured is None or (self.plan is not None and measured <= self.plan.peak_bytes)
 
+    @property
+    def is_most_tried(self) -> bool:
+        """Whether larger sizes may fit: the search goes no further."""
+        return self.size >= _MOST
+
     def to_json(self) -> dict[str, Any]:
         """The result as JSON-ready data."""
         plan = self.plan
@@ -102,6 +108,7 @@ class LargestBatch:
             "format": "irc-max-batch-1",
             "axis": self.axis,
             "size": self.size,
+            "is_most_tried": self.is_most_tried,
             "budget_bytes": self.budget_bytes,
             "peak_bytes": None if plan is None else plan.peak_bytes,
             "overhead": None if plan is None else plan.overhead,
@@ -124,7 +131,8 @@ class LargestBatch:
 
     def summary(self) -> str:
         """The result for a person."""
-        lines = [f"{'largest ' + self.axis:>16}  {self.size}, within {format_bytes(self.budget_bytes)}"]
+        size = f"at least {self.size}, the most that is tried" if self.is_most_tried else str(self.size)
+        lines = [f"{'largest ' + self.axis:>16}  {size}, within {format_bytes(self.budget_bytes)}"]
         plan = self.plan
         if plan is not None:
             lines += [
@@ -144,7 +152,7 @@ class LargestBatch:
         )
         for trial in self.trials:
             more = "none fits" if trial.overhead is None else f"{trial.overhead:.2%}"
-            more = more if trial.minimum_bytes else "too long"
+            more = more if trial.minimum_bytes else "not taken"
             speed = f"{trial.items_per_second:,.4g}" if trial.items_per_second else ""
             lines.append(
                 f"{'':>16}  {trial.size:>10} {format_bytes(trial.minimum_bytes):>15} {more:>10} "
@@ -187,9 +195,11 @@ def max_batch(
 
     Raises:
         UnsupportedError: The model uses what irc does not support.
-        UsageError: IRC585 for an axis that the arguments do not have; IRC401 for a budget in per cent; others
-            for malformed arguments.
+        UsageError: IRC585 for an axis that the arguments do not have; IRC401 for a budget in per cent; IRC403
+            to measure a model without data; others for malformed arguments.
     """
+    if measure:
+        check_measurable(model)
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
     leaves, tree = flatten((args, dict(example_kwargs or {})))
     base = _base_size(leaves, axis) if axis in AXES else 0
@@ -208,12 +218,19 @@ def max_batch(
         time_limit=time_limit,
     )
 
-    def step(size: int) -> Step:
-        resized = [_resized(leaf, AXES[axis], base, size) for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(resized, tree)
+    def step(size: int, resized: Callable[..., Any] = _resized) -> Step:
+        _check_inputs(leaves, AXES[axis], base, size, budget)
+        args, kwargs = pytree.tree_unflatten([resized(leaf, AXES[axis], base, size) for leaf in leaves], tree)
         return model, args, kwargs
 
-    return search_largest(step, request, axis=axis, measure=measure, start=base)
+    return search_largest(
+        step,
+        request,
+        axis=axis,
+        measure=measure,
+        start=base,
+        filled=lambda size: step(size, _filled),
+    )
 
 
 def search_largest(
@@ -223,6 +240,7 @@ def search_largest(
     axis: str,
     measure: bool = False,
     start: int = 1,
+    filled: Callable[[int], Step] | None = None,
 ) -> LargestBatch:
     """Finds the largest size of a step that fits the request's budget.
 
@@ -234,7 +252,8 @@ def search_largest(
         request: What is asked of its plan; its budget is in bytes.
         axis: The name of what grows.
         measure: Whether to run the largest step.
-        start: The first size that is tried.
+        start: The first size that is tried; the model takes it.
+        filled: Makes the step that is measured, with weights and numbers; None for `step`.
 
     Raises:
         UsageError: IRC401 for a budget in per cent.
@@ -248,15 +267,17 @@ def search_largest(
     request = replace(request, cost=cost, plan=replace(request.plan, budget=budget_bytes))
     trials: dict[int, Trial] = {}
     plan: Plan | None = None
-    fits, fails, size = 0, _MOST + 1, start
-    while fails - fits > 1:
-        trials[size], found = _planned(step, size, request)
-        if found is None:
-            fails = size
+    fits, low, high, size = 0, 0, max(_MOST, start) + 1, start
+    while high - low > 1:
+        trials[size], found = _planned(step, size, request, may_refuse=size != start)
+        if found is not None:
+            fits, low, plan = size, size, found
+        elif trials[size].minimum_bytes or fits:
+            high = size
         else:
-            fits, plan = size, found
-        size = next_size(trials, budget_bytes, fits, fails)
-    parts = step(max(fits, 1))
+            low = size  # too small for the model, as one row is for BatchNorm
+        size = next_size(trials, budget_bytes, low, high)
+    parts = step(fits or start)
     found = LargestBatch(
         size=fits,
         axis=axis,
@@ -266,18 +287,22 @@ def search_largest(
         items_per_second=trials[fits].items_per_second if fits else 0.0,
         trials=tuple(trials[size] for size in sorted(trials)),
     )
-    return _measured(found, parts, request) if measure and fits else found
+    return _measured(found, (filled or step)(fits), request) if measure and fits else found
 
 
-def _planned(step: Callable[[int], Step], size: int, request: Request) -> tuple[Trial, Plan | None]:
-    """Plans a step of a size; there is no plan if it does not fit."""
+def _planned(
+    step: Callable[[int], Step], size: int, request: Request, *, may_refuse: bool
+) -> tuple[Trial, Plan | None]:
+    """Plans a step of a size; there is no plan if it does not fit.
+
+    Args:
+        step: Makes the step of a size.
+        size: The size.
+        request: What is asked of the plan.
+        may_refuse: Whether the model's own error means that it does not take this size.
+    """
     try:
         module, args, kwargs = step(size)
-    except UsageError as error:
-        if error.code != _TOO_LONG:
-            raise
-        return Trial(size, 0, None, 0.0), None
-    try:
         with frozen_heap():
             captured = capture_call(module, args, kwargs, request)
             plan = plan_captured(captured, without_large_steps(request, captured)).plan
@@ -286,6 +311,10 @@ def _planned(step: Callable[[int], Step], size: int, request: Request) -> tuple[
     except TimeLimitError:
         assert isinstance(request.budget, int)
         return Trial(size, request.budget + 1, None, 0.0), None
+    except UsageError as error:
+        if not may_refuse or error.code not in _NOT_TAKEN:
+            raise
+        return Trial(size, 0, None, 0.0), None
     assert plan is not None
     seconds = (plan.step_seconds or 0.0) * (1 + plan.overhead)
     items = items_of(args, kwargs)[0]
@@ -313,16 +342,8 @@ def next_size(trials: Mapping[int, Trial], budget_bytes: int, fits: int, fails: 
 
 
 def _measured(found: LargestBatch, step: Step, request: Request) -> LargestBatch:
-    """The result with the measured peak and speed of some steps; the model's numbers are as before.
-
-    Raises:
-        UsageError: IRC403 for a model without data.
-    """
+    """The result with the measured peak and speed of some steps; the model's numbers are as before."""
     module, args, kwargs = step
-    if any(map(lacks_data, (*module.parameters(), *module.buffers()))):
-        raise UsageError(
-            "IRC403", "a model without data cannot be measured", help="leave out measure (--measure)"
-        )
     fitted = optimize_module(copy.deepcopy(module), args, request, kwargs).module
     plan = cast(Any, fitted).plan
     loss = request.loss or training_loss
@@ -350,10 +371,39 @@ def _base_size(leaves: Sequence[Any], axis: str) -> int:
     return next(sizes, 0)
 
 
+def _check_inputs(leaves: Sequence[Any], dimension: int, base: int, size: int, budget: int | str) -> None:
+    """Refuses a size whose inputs alone are over the budget, before they are made.
+
+    Raises:
+        BudgetError: IRC204.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    grow = (t for t in tensors if t.dim() > dimension and t.shape[dimension] == base)
+    nbytes = sum(t.numel() // base * size * t.element_size() for t in grow)
+    budget_bytes = parse_budget(budget)
+    if nbytes > budget_bytes:
+        raise BudgetError(
+            "IRC204",
+            f"inputs of {size} take {format_bytes(nbytes)}, over the budget of {format_bytes(budget_bytes)}",
+            minimum_bytes=nbytes,
+        )
+
+
 def _resized(leaf: Any, dimension: int, base: int, size: int) -> Any:
-    """A tensor of another size, its rows repeated; what does not have the axis stays as it is."""
+    """A tensor of another size, of which nothing is read; what does not have the axis stays as it is."""
     if not isinstance(leaf, Tensor) or leaf.dim() <= dimension or leaf.shape[dimension] != base:
         return leaf
+    shape = (*leaf.shape[:dimension], size, *leaf.shape[dimension + 1 :])
+    with nullcontext() if not isinstance(leaf, FakeTensor) else leaf.fake_mode, torch.no_grad():
+        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
+
+
+def _filled(leaf: Any, dimension: int, base: int, size: int) -> Any:
+    """A copy of a tensor, or one of another size with its rows repeated, to be run on."""
+    if not isinstance(leaf, Tensor):
+        return leaf
     with torch.no_grad():
-        whole = torch.arange(size, device=leaf.device) % base
-        return leaf.detach().index_select(dimension, whole).requires_grad_(leaf.requires_grad)
+        copied = leaf.detach().clone()
+        if leaf.dim() > dimension and leaf.shape[dimension] == base:
+            copied = copied.index_select(dimension, torch.arange(size, device=leaf.device) % base)
+        return copied.requires_grad_(leaf.requires_grad)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ...ir import (
     Compute,
     Fetch,
-    Free,
     Gradients,
     Graph,
     InputRole,
@@ -19,6 +18,7 @@ from ...ir import (
     Schedule,
     Storage,
     liveness,
+    resident_before,
 )
 
 __all__ = ["KINDS", "MemoryUse", "memory_use", "use_after_backward"]
@@ -107,31 +107,19 @@ def use_after_backward(graph: Graph, steps: Mapping[str, int]) -> MemoryUse:
 
 def _alive(schedule: Schedule, index: int) -> Iterator[Storage]:
     """Yields the storages on the device while an instruction runs."""
-    graph = schedule.graph
-    alive: dict[Storage, None] = {}
-    for instruction in schedule.instructions[:index]:
-        match instruction:
-            case Compute(_, retained):
-                alive.update(dict.fromkeys(retained))
-            case Loss():
-                alive.update(dict.fromkeys(graph.tangent_storages))
-            case Fetch(storage):
-                alive[storage] = None
-            case Free(storage):
-                alive.pop(storage, None)
-            case _:
-                pass
-    match schedule.instructions[index]:
+    graph, instruction = schedule.graph, schedule.instructions[index]
+    alive = resident_before(schedule, index)
+    match instruction:
         case Compute(node, _):
-            alive.update(dict.fromkeys(graph.allocates(node)))
+            alive.update(graph.allocates(node))
         case Loss():
-            alive.update(dict.fromkeys(graph.tangent_storages))
+            alive |= graph.tangent_storages
         case Fetch(storage):
-            alive[storage] = None
+            alive.add(storage)
         case _:
             pass
     yield from graph.static_storages
-    yield from (storage for storage in alive if storage not in graph.static_storages)
+    yield from alive - graph.static_storages
 
 
 class _Kinds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -129,13 +128,14 @@ class _Entry:
     kind: type
     least: float = 0.0
     is_above: bool = False
+    most: float = 1e30
 
     @property
     def wanted(self) -> str:
         if self.kind in (str, bool, list):
             return {str: "a text that is not empty", bool: "true or false", list: "a list"}[self.kind]
         number = "a whole number" if self.kind is int else "a number"
-        return f"{number} {'above' if self.is_above else 'not below'} {self.least:g}"
+        return f"{number} {'above' if self.is_above else 'not below'} {self.least:g}, at most {self.most:g}"
 
     def is_met(self, entry: object) -> bool:
         if isinstance(entry, bool) or self.kind is bool:
@@ -150,7 +150,7 @@ class _Entry:
         if isinstance(entry, int) and abs(entry) > 1 << 100:
             return False
         number = float(entry)
-        return math.isfinite(number) and (number > self.least if self.is_above else number >= self.least)
+        return (number > self.least if self.is_above else number >= self.least) and number <= self.most
 
     def read(self, entry: Any) -> Any:
         return float(entry) if self.kind is float else entry
@@ -160,12 +160,13 @@ _LONGEST_NAME = 64
 _HALF_FLOPS = "half_flops_per_second"
 """The entry that may be missing."""
 
-_RATE = _Entry(float, is_above=True)
+_RATE = _Entry(float, least=1e-6, is_above=True)
+_SECONDS = _Entry(float, most=1e6)
 _MACHINE: Mapping[str, _Entry] = {
     "name": _Entry(str),
     "flops_per_second": _RATE,
     "memory_bytes_per_second": _RATE,
-    "launch_seconds": _Entry(float),
+    "launch_seconds": _SECONDS,
     "capacity_bytes": _Entry(int),
     "tiers": _Entry(list),
 }
@@ -174,7 +175,7 @@ _TIER: Mapping[str, _Entry] = {
     "capacity_bytes": _Entry(int),
     "out_bytes_per_second": _RATE,
     "in_bytes_per_second": _RATE,
-    "latency_seconds": _Entry(float),
+    "latency_seconds": _SECONDS,
     "is_duplex": _Entry(bool),
 }
 
@@ -202,9 +203,9 @@ def read_machine(path: Path) -> Machine:
         UsageError: IRC414 when the file cannot be read; else the errors of `Machine.from_json`.
     """
     help = "give the path of a file that irc machine -o FILE wrote"
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UsageError("IRC414", f"{path} cannot be read: it is not a file", help=help)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UsageError("IRC414", f"{path} cannot be read: it is not a file", help=help)
         data = json.loads(path.read_text())
     except OSError as error:
         raise UsageError("IRC414", f"{path} cannot be read: {error.strerror}", help=help) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
 from itertools import accumulate, islice
 from typing import cast
@@ -81,48 +82,59 @@ def step_costs(factory: OptimizerFactory, parameters: Sequence[Value]) -> dict[V
 _LARGE_BYTES = 1 << 24
 """Parameters beyond this size are not made up where costs may be extrapolated."""
 
+_OFF_LINE = 0.01
+"""A cost is off the line if it is further from it than by this part."""
+
 
 def extrapolated_step_costs(
     factory: OptimizerFactory, types: Iterable[TensorType]
 ) -> dict[TensorType, StepCost]:
     """Estimates the costs of steps for parameters that may be too large to be made up.
 
-    A large one is measured with two numbers of rows of its own size. Its state, workspace and time are
-    extrapolated: they are linear in its rows, for factored states too.
+    A large one is measured at three sizes of its longest dimension. Its state, workspace and time are on the
+    line through two of them, if the third one's bytes are: they are for steps element by element, and for
+    states that are factored. Else it is made up.
 
     Raises:
         IrcError: As `step_costs`.
     """
-    found: dict[TensorType, StepCost] = {}
-    for type in dict.fromkeys(types):
-        rows = type.shape[0] if type.shape else 1
-        few = max(_LARGE_BYTES // 2 // max(type.nbytes // max(rows, 1), 1), 1)
-        sizes = (rows,) if type.nbytes <= _LARGE_BYTES or 2 * few >= rows else (few, 2 * few)
-        smaller = [TensorType.contiguous((size, *type.shape[1:]), type.dtype, type.device) for size in sizes]
-        if not type.shape:
-            smaller = [type]
-        values = [
-            Value("parameter", each, Storage("parameter", each.nbytes, each.device)) for each in smaller
-        ]
-        measured = list(step_costs(factory, values).values())
-        found[type] = _at(rows, sizes, measured)
-    return found
+    return {type: _extrapolated(factory, type) for type in dict.fromkeys(types)}
 
 
-def _at(rows: int, sizes: Sequence[int], costs: Sequence[StepCost]) -> StepCost:
-    """The cost for a number of rows on the line through the costs for one or two others."""
-    low, high = costs[0], costs[-1]
-    part = (rows - sizes[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else 0.0
+def _extrapolated(factory: OptimizerFactory, type: TensorType) -> StepCost:
+    length = max(type.shape, default=1)
+    at = type.shape.index(length) if type.shape else 0
+    few = max(_LARGE_BYTES // 3 // max(type.nbytes // max(length, 1), 1), 1)
+    if type.nbytes > _LARGE_BYTES and 3 * few < length:
+        shapes = [(*type.shape[:at], few * k, *type.shape[at + 1 :]) for k in (1, 2, 3)]
+        low, middle, high = _costs_of(
+            factory, [TensorType.contiguous(shape, type.dtype, type.device) for shape in shapes]
+        )
+        if _is_near(_between(low, high, 0.5), middle):
+            return _between(low, high, (length - few) / (2 * few))
+    return _costs_of(factory, [type])[0]
 
-    def on_line(first: float, last: float) -> float:
-        return first + (last - first) * part
 
-    return StepCost(
-        math.ceil(on_line(low.state_bytes, high.state_bytes)),
-        math.ceil(on_line(low.workspace_bytes, high.workspace_bytes)),
-        on_line(low.seconds, high.seconds),
-        math.ceil(on_line(low.moving_bytes, high.moving_bytes)),
+def _costs_of(factory: OptimizerFactory, types: Sequence[TensorType]) -> list[StepCost]:
+    values = [Value("parameter", type, Storage("parameter", type.nbytes, type.device)) for type in types]
+    return list(step_costs(factory, values).values())
+
+
+def _between(low: StepCost, high: StepCost, part: float) -> StepCost:
+    """The cost on the line through two others, at this part of the way."""
+    state, workspace, seconds, moving = (
+        first + (last - first) * part for first, last in zip(astuple(low), astuple(high), strict=True)
     )
+    return StepCost(math.ceil(state), math.ceil(workspace), seconds, math.ceil(moving))
+
+
+def _is_near(guessed: StepCost, known: StepCost) -> bool:
+    pairs = (guessed.state_bytes, known.state_bytes), (guessed.workspace_bytes, known.workspace_bytes)
+    return all(abs(a - b) <= max(_OFF_LINE * b, _SLACK_BYTES) for a, b in pairs)
+
+
+_SLACK_BYTES = 1024
+"""The bytes that rounding takes a cost off the line by."""
 
 
 def _check_separable(factory: OptimizerFactory, types: Sequence[TensorType]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...ir import (
     Annotation,
     AnnotationEffect,
-    Compute,
     Copy,
     Decision,
     Direction,
@@ -29,6 +28,7 @@ from ...ir import (
     format_bytes,
     liveness,
     nondeterminism,
+    resident_before,
     step_times,
     stored_bytes,
 )
@@ -126,7 +126,10 @@ def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterat
 def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes) -> dict[Storage, Decision]:
     """The decision for each storage that forward makes and that is not an output."""
     runs = Counter(solution.order)
-    kept = _alive_at_loss(solution)
+    loss = next(
+        k for k, instruction in enumerate(solution.schedule.instructions) if isinstance(instruction, Loss)
+    )
+    kept = resident_before(solution.schedule, loss)
     wanted = set(problem.wanted)
     copied: dict[Storage, list[Copy]] = {}
     for copy in times.copies:
@@ -194,23 +197,6 @@ def _deciding(node: Node, action: str) -> str:
         return ""
     decided = {Policy.KEEP: "keep", Policy.RECOMPUTE: "recompute"}.get(node.annotation.policy)
     return node.annotation.by if action == decided else ""
-
-
-def _alive_at_loss(solution: Solution) -> set[Storage]:
-    alive: set[Storage] = set()
-    for instruction in solution.schedule.instructions:
-        if isinstance(instruction, Loss):
-            break
-        match instruction:
-            case Compute(_, retained):
-                alive |= retained
-            case Fetch(storage):
-                alive.add(storage)
-            case Free(storage):
-                alive.discard(storage)
-            case _:
-                pass
-    return alive
 
 
 def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], again: int) -> str:

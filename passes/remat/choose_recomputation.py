@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ...ir import BudgetError, format_bytes
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
+from .cut_search import bound_by_cuts, search_cuts
 from .eviction import evict_greedily
-from .parametric_cut import bound_by_cuts, search_cuts
 from .planner import Planner
 from .problem import Solution
 from .search import Incumbent, fits_without_search, proved_by_cuts, search
@@ -79,7 +79,7 @@ def _searched(planner: Planner, limits: Limits) -> Incumbent:
         candidates = planner.candidates(min(deadline, limits.started + _REFUSAL_SECONDS))
         raise over_budget(planner, budget_bytes, candidates.minimum_bytes, is_known=candidates.is_complete)
     cuts = search_cuts(problem, budget_bytes, deadline=deadline)
-    incumbent = proved_by_cuts(problem, cuts, limits.gap)
+    incumbent = proved_by_cuts(problem, cuts, gap=limits.gap)
     if incumbent is not None:
         return incumbent
     candidates = planner.candidates(deadline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 
 from ...ir import Node, Storage
@@ -18,6 +18,15 @@ Kept = frozenset[Storage]
 _PARTS_OF_BYTE = 64
 _PARTS = 1 << 40
 """The parts of a byte, and of all bytes, that widths of arcs count at least: prices are nearly exact."""
+
+_WIDEST = 1 << 60
+"""The width that no arc reaches, far from what a flow can count to."""
+
+
+def _parts_of_byte(nbytes: int, widths: int) -> float:
+    """The parts of a byte that widths count, so that all bytes so many times over stay below `_WIDEST`."""
+    wanted = max(_PARTS_OF_BYTE, _PARTS // max(nbytes, 1))
+    return min(wanted, _WIDEST / (2 * (nbytes + 1) * widths))
 
 
 class CutNetwork:
@@ -49,17 +58,21 @@ class CutNetwork:
     ) -> None:
         self.problem, self.time_step = problem, time_step
         index, producer = problem.index, problem.producer
-        demanded = [s for s in producer if index[producer[s]] < time_step and _is_read(problem, s, time_step)]
-        free = kept.union(problem.read_at(time_step))
-        wanted = _wanted(problem, demanded)
-        self.bytes = {storage: 0 if storage in free else storage.nbytes for storage in wanted}
+        made = (storage for storage, node in producer.items() if index[node] < time_step)
+        demanded = [storage for storage in made if problem.is_read(storage, time_step + 1)]
+        there = kept.union(problem.read_at(time_step))
+        wanted = problem.with_sources(demanded)
+        self.bytes = {storage: 0 if storage in there else storage.nbytes for storage in wanted}
+        self.free = frozenset(storage for storage, nbytes in self.bytes.items() if not nbytes)
+        """The storages that cost nothing."""
         self.weights = {} if weights is None else weights
-        self.parts = max(_PARTS_OF_BYTE, _PARTS // max(sum(self.bytes.values()), 1))
         makers = dict.fromkeys(producer[storage] for storage in self.bytes)
+        widths = 1 + sum(node.is_transient for node in makers)
+        self.parts = _parts_of_byte(sum(self.bytes.values()), widths)
         arcs = {s: self._width(s) for s in self.bytes}
-        self.wide = sum(arcs.values()) + self.parts
+        self.wide = sum(arcs.values()) + math.ceil(self.parts)
         """Wider than keeping everything: cut only if there is no other way."""
-        self.closed = self.wide * (1 + sum(node.is_transient for node in makers))
+        self.closed = self.wide * widths
         """Wider than all of that together: such an arc is never cut."""
         self.most_weight = max(
             (arcs[s] / (self.parts * nbytes) for s, nbytes in self.bytes.items() if nbytes), default=1.0
@@ -86,12 +99,9 @@ class CutNetwork:
         """Adds an operation; returns the arc that feeds it."""
         for storage in self.results(node):
             self.flow.add_arc(vertex, self.made[storage], self.closed)
-        for storage in self.problem.forward_reads[node] if self._may_repeat(node) else ():
+        for storage in self.problem.forward_reads[node] if node in self.problem.recomputable else ():
             self.flow.add_arc(self.held[storage], vertex, self.closed)
         return self.flow.add_arc(FlowNetwork.SOURCE, vertex, self.closed)
-
-    def _may_repeat(self, node: Node) -> bool:
-        return node in self.problem.recomputable
 
     def results(self, node: Node) -> list[Storage]:
         """The storages of the network that an operation makes."""
@@ -118,23 +128,9 @@ class CutNetwork:
     def cut_with_repeats(self, price: Callable[[Node], float]) -> tuple[Kept, list[Node]]:
         """The same, with the operations that run again."""
         for node, arc in self.feeds.items():
-            width = price(node) * self.parts if self._may_repeat(node) else math.inf
+            width = price(node) * self.parts if node in self.problem.recomputable else math.inf
             most = self.wide if node.is_transient else self.closed
             self.flow.set_capacity(arc, round(min(width, most)))
         again = self.flow.sink_side()
         kept = frozenset(s for s in self.bytes if self.held[s] in again and self.made[s] not in again)
         return kept, [node for node, vertex in self.vertex.items() if vertex in again]
-
-
-def _is_read(problem: CheckpointProblem, storage: Storage, time_step: int) -> bool:
-    """Whether the base order reads a storage after a time step."""
-    return problem.is_read(storage, time_step + 1)
-
-
-def _wanted(problem: CheckpointProblem, demanded: Sequence[Storage]) -> list[Storage]:
-    """What is demanded, and what it can be made of; in forward order."""
-    found = set(demanded)
-    for storage, node in reversed(problem.producer.items()):
-        if storage in found and node in problem.recomputable:
-            found.update(problem.forward_reads[node])
-    return [storage for storage in problem.producer if storage in found]

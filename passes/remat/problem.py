@@ -191,7 +191,11 @@ class CheckpointProblem:
     @cached_property
     def wanted(self) -> tuple[Storage, ...]:
         """The storages that backward reads, and those that it could make them from; in forward order."""
-        found = set(self.read_positions)
+        return self.with_sources(self.read_positions)
+
+    def with_sources(self, demanded: Iterable[Storage]) -> tuple[Storage, ...]:
+        """Storages that come and go, and those that they could be made from; in forward order."""
+        found = set(demanded)
         for storage, node in reversed(self.producer.items()):
             if storage in found and node in self.recomputable:
                 found.update(self.forward_reads[node])

@@ -12,10 +12,10 @@ from ...ir import Storage
 from ..progress import Progress, report
 from .candidates import Candidates
 from .cut_ilp import Relaxation, Solved
+from .cut_search import STRETCHES, CutsFound, search_cuts, tightest_time_steps
 from .demand_search import DemandSearch
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
-from .parametric_cut import CutsFound, search_cuts, tightest_time_steps
 from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import SolutionMerger
@@ -73,9 +73,6 @@ _PROOF_GAP = 1e-4
 _NEGLIGIBLE = 2e-5
 """Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
 
-_STRETCHES = 6
-"""Beside the loss, cuts are first set at the tightest time step of each of so many stretches of backward."""
-
 _NEW_CUTS = 5
 _DIVE_SECONDS = 0.5
 _DIVE_GAP = 1e-3
@@ -119,6 +116,9 @@ _WITHIN = 1 - 1e-6
 
 _LARGE_OPERATIONS = 1000
 """For graphs beyond this size, a schedule of parametric cuts within the gap is the last."""
+
+_CLOSER = 0.2
+"""The part of the gap that a small graph is searched to, in the time for all of it."""
 
 _MERGING_GAP = 0.2
 """The part of the gap that schedules are merged to."""
@@ -175,14 +175,15 @@ def search(
         cuts: The outcome of `search_cuts`, if it is known.
     """
     cuts = search_cuts(problem, budget_bytes, deadline=deadline) if cuts is None else cuts
-    closer = gap if len(problem.base) > _DEMAND_OPERATIONS else _MERGING_GAP * gap
-    incumbent = _Search(problem, budget_bytes, candidates, cuts, deadline, max(closer, _PROOF_GAP)).run()
+    asked = max(gap, _PROOF_GAP)
+    closer = asked if len(problem.base) > _DEMAND_OPERATIONS else max(_CLOSER * gap, _PROOF_GAP)
+    incumbent = _Search(problem, budget_bytes, candidates, cuts, deadline, closer, asked).run()
     if (incumbent is not None and incumbent.is_proved(problem, gap)) or not problem.backward:
         return incumbent
     return _exactly(problem, budget_bytes, incumbent, deadline) if is_small(problem) else incumbent
 
 
-def proved_by_cuts(problem: CheckpointProblem, cuts: CutsFound, gap: float) -> Incumbent | None:
+def proved_by_cuts(problem: CheckpointProblem, cuts: CutsFound, *, gap: float) -> Incumbent | None:
     """The schedule of parametric cuts if no other search is worth it; None if one is.
 
     On a small graph, where searches take little, it is to be closer to the bound than was asked for.
@@ -191,7 +192,7 @@ def proved_by_cuts(problem: CheckpointProblem, cuts: CutsFound, gap: float) -> I
         return None
     is_large = len(problem.base) > _LARGE_OPERATIONS
     incumbent = Incumbent("cut", cuts.best, cuts.bound_seconds)
-    return incumbent if incumbent.is_proved(problem, gap if is_large else _MERGING_GAP * gap) else None
+    return incumbent if incumbent.is_proved(problem, gap if is_large else _CLOSER * gap) else None
 
 
 def _exactly(
@@ -220,6 +221,7 @@ class _Search:
     cuts: CutsFound
     deadline: float
     gap: float
+    asked_gap: float
     incumbent: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
     """The programme that gave the best bound, if more time could raise it."""
@@ -234,8 +236,7 @@ class _Search:
 
     def left(self, part: float = 1.0) -> float:
         """Seconds that are left of a part of the time, the more the poorer the proof."""
-        size = len(self.problem.base) / _OPERATIONS
-        allowed = _SECONDS * max(size, 1.0) * max(_MERGING_GAP * _GAP / self.gap, 1.0)
+        allowed = _SECONDS * max(len(self.problem.base) / _OPERATIONS, 1.0) * max(_GAP / self.asked_gap, 1.0)
         fair_seconds = _POOR * self.gap * self.problem.step_seconds
         poverty = self._gap_seconds / fair_seconds if fair_seconds else 1.0
         allowed *= min(max(poverty, 1.0), _PATIENCE)
@@ -294,7 +295,7 @@ class _Search:
         assert self.incumbent is not None
         time_steps = [len(self.problem.forward)]
         began = closed = time.thread_time()
-        gap, stretches = math.inf, _STRETCHES
+        gap, stretches = math.inf, STRETCHES
         for _ in range(_CUT_ROUNDS):
             started = time.thread_time()
             self._report()

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import irc
 from irc.compiler.compile import capture_call
-from irc.compiler.estimate.hf_config import Lora, parse_train, step_of_config
+from irc.compiler.estimate.hf_config import step_of_config
+from irc.compiler.estimate.lora import Lora, parse_train
 from irc.compiler.model_source import training_loss
 from irc.compiler.optimizers import parse_optimizer
 from irc.compiler.request import Request

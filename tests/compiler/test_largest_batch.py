@@ -56,7 +56,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any], str]] = {
 def test_the_largest_size_runs_and_one_more_is_refused(name: str) -> None:
     model, args, kwargs, axis = CASES[name]
     found = irc.max_batch(
-        model, args, 400_000, axis=axis, example_kwargs=kwargs, costs="cpu", time_limit=2, measure=True
+        model, args, 400_000, axis=axis, example_kwargs=kwargs, costs="cpu", time_limit=1, measure=True
     )
     assert found.size > 0 and found.plan is not None
     assert found.plan.peak_bytes <= found.budget_bytes == 400_000
@@ -67,7 +67,7 @@ def test_the_largest_size_runs_and_one_more_is_refused(name: str) -> None:
     shape = list(args[0].shape)
     shape[0 if axis == "batch" else 1] = found.size + 1
     with pytest.raises(BudgetError):
-        irc.optimize(model, torch.randn(shape), 400_000, example_kwargs=kwargs, costs="cpu", time_limit=2)
+        irc.optimize(model, torch.randn(shape), 400_000, example_kwargs=kwargs, costs="cpu", time_limit=1)
     assert f"largest {axis}" in found.summary() and "none fits" in found.summary()
     assert found.to_json()["size"] == found.size
 
@@ -80,9 +80,9 @@ def test_not_even_one_fits() -> None:
 def test_a_model_without_data_is_planned_but_not_measured() -> None:
     with torch.device("meta"):
         model, x = Stack(), torch.randn(4, 32)
-    assert irc.max_batch(model, x, 400_000, costs="cpu", time_limit=2).size > 0
+    assert irc.max_batch(model, x, 400_000, costs="cpu", time_limit=0.3).size > 0
     with pytest.raises(UsageError, match=r"IRC403.*without data"):
-        irc.max_batch(model, x, 400_000, costs="cpu", time_limit=2, measure=True)
+        irc.max_batch(model, x, 400_000, costs="cpu", time_limit=0.3, measure=True)
 
 
 def test_wrong_use_is_refused() -> None:

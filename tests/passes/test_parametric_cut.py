@@ -17,7 +17,8 @@ from irc.ir.verify import verify_schedule
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat import search
 from irc.passes.remat.candidates import find_candidates
-from irc.passes.remat.parametric_cut import CutsFound, ParametricCut, bound_by_cuts, search_cuts
+from irc.passes.remat.cut_search import CutsFound, bound_by_cuts, search_cuts
+from irc.passes.remat.parametric_cut import ParametricCut
 
 samples = chains() | graphs()
 LAYERS = 6

@@ -15,7 +15,7 @@ from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat import cut_ilp, search
 from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.cut_ilp import Solved
-from irc.passes.remat.parametric_cut import bound_by_cuts
+from irc.passes.remat.cut_search import bound_by_cuts
 
 samples = chains() | graphs()
 

@@ -31,10 +31,13 @@ def composites_on_meta(tensors: Iterable[Tensor]) -> Generator[None]:
     if not any(tensor.is_meta for tensor in tensors):
         yield
         return
-    taken = [(operation, operation.py_kernels.pop(DispatchKey.Meta)) for operation in _composites()]
-    for operation, _ in taken:
-        operation._dispatch_cache.clear()
+    taken: list[tuple[Any, Any]] = []  # none if someone around this, or another thread, has taken them
     try:
+        for operation in _composites():
+            kernel = operation.py_kernels.pop(DispatchKey.Meta, None)
+            if kernel is not None:
+                taken.append((operation, kernel))
+                operation._dispatch_cache.clear()
         yield
     finally:
         for operation, kernel in taken:

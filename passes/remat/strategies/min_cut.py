@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import count, islice
-from typing import NamedTuple
 
 from ....ir import Node, Storage
 from ...combinatorial import knapsack
 from ..cut_network import CutNetwork, Kept
+from ..parametric_cut import ParametricCut
 from ..problem import CheckpointProblem, Solution
 
 __all__ = ["min_cut", "min_cut_candidates", "priced_cuts"]
@@ -61,8 +61,26 @@ def priced_cuts(
         Prices as in Eisner and Severance, Mathematical Techniques for Efficient Record Segmentation in Large
         Shared Databases (1976).
     """
-    saved = _Network(problem, kept).hull()
-    yield from (_saving(problem, more | kept) for more in islice(saved, limit))
+    there = kept | _read_first(problem)
+    cut = ParametricCut(problem, len(problem.forward), kept=there, breaks_ties=False)
+    yield from (_saving(problem, saved | kept) for saved in islice(_hull(cut), limit))
+
+
+def _hull(cut: ParametricCut) -> Iterator[Kept]:
+    """Yields the choices of a hull: the ends, then those between the largest gaps."""
+    small, large = cut.ends
+    yield large.kept
+    if small.nbytes < large.nbytes:
+        yield small.kept
+    order = count()
+    gaps = [(small.nbytes - large.nbytes, next(order), small, large)]
+    while gaps:
+        _, _, small, large = heapq.heappop(gaps)
+        between = cut.between(small, large)
+        if between is not None:
+            yield between.kept
+            for less, more in ((between, large), (small, between)):
+                heapq.heappush(gaps, (less.nbytes - more.nbytes, next(order), less, more))
 
 
 def _saving(problem: CheckpointProblem, kept: Kept) -> Solution:
@@ -73,27 +91,20 @@ _KNAPSACK_UNITS = 10_000
 """The number of units that the capacity of a knapsack is divided into; sizes are rounded up to them."""
 
 
-class _Trade(NamedTuple):
-    """Bytes saved, for the seconds that then run again."""
-
-    nbytes: int
-    seconds: float
-    kept: Kept
+def _read_first(problem: CheckpointProblem) -> Kept:
+    """The storages that the first operation of backward reads: they are there anyway."""
+    return frozenset(s for node in problem.backward[:1] for s in problem.forward_reads[node])
 
 
 class _Network(CutNetwork):
-    """The cuts between forward and backward; the first operation of backward reads what it reads for nothing.
+    """The cuts between forward and backward that save a fraction of what slow operations make.
 
     Args:
         problem: The recomputation problem.
-        kept: Storages that are kept anyway.
     """
 
-    def __init__(self, problem: CheckpointProblem, kept: Kept = frozenset()) -> None:
-        free = kept.union(*(problem.forward_reads[node] for node in problem.backward[:1]))
-        super().__init__(problem, len(problem.forward), kept=free)
-
-    # A fraction of what the slow operations make.
+    def __init__(self, problem: CheckpointProblem) -> None:
+        super().__init__(problem, len(problem.forward), kept=_read_first(problem))
 
     @cached_property
     def slow(self) -> frozenset[Node]:
@@ -131,35 +142,3 @@ class _Network(CutNetwork):
 
     def _size(self, storages: Iterable[Storage]) -> int:
         return sum(self.bytes[storage] for storage in storages)
-
-    # All trade-offs of bytes against seconds.
-
-    def hull(self) -> Iterator[Kept]:
-        """The choices on the convex hull of bytes and seconds: the ends, then between the largest gaps."""
-        dear = self._trade(self.cut(lambda node: math.inf))
-        cheap = self._trade(self.cut(lambda node: 0))
-        yield dear.kept
-        if cheap.nbytes < dear.nbytes:
-            yield cheap.kept
-        order = count()
-        gaps = [(cheap.nbytes - dear.nbytes, next(order), dear, cheap)]
-        while gaps:
-            _, _, dear, cheap = heapq.heappop(gaps)
-            between = self._trade(self.cut(self._price(dear, cheap)))
-            if cheap.nbytes < between.nbytes < dear.nbytes:
-                yield between.kept
-                for more, less in ((dear, between), (between, cheap)):
-                    heapq.heappush(gaps, (less.nbytes - more.nbytes, next(order), more, less))
-
-    def _price(self, dear: _Trade, cheap: _Trade) -> Callable[[Node], float]:
-        """The worth of an operation in bytes, at which both trades are worth the same."""
-        seconds = max(cheap.seconds - dear.seconds, 1e-12)
-        bytes_a_second = (dear.nbytes - cheap.nbytes) / seconds
-        return lambda node: bytes_a_second * self.problem.costs.seconds[node]
-
-    def _trade(self, kept: Kept) -> _Trade:
-        problem = self.problem
-        there = kept.union(storage for storage, nbytes in self.bytes.items() if not nbytes)
-        there -= problem.transient
-        again = problem.closure(problem.read_positions, set(there))
-        return _Trade(self._size(kept), math.fsum(problem.costs.seconds[node] for node in again), kept)

@@ -26,8 +26,8 @@ _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _HELP = 'write bytes (1073741824), "4GiB" (4 x 2^30), "4GB" (4 x 10^9) or "60%" of the baseline peak'
 
-
 _MOST_BYTES = 1 << 62
+"""Budgets from here on are refused: what programmes count with ends soon after."""
 
 
 def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:

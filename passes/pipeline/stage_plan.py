@@ -23,7 +23,7 @@ from .stage_graphs import StageGraph
 __all__ = ["PlannedStage", "StagePlanner"]
 
 
-_ENOUGH_BYTES = 1 << 62
+_ENOUGH_BYTES = 1 << 60
 """A budget that every schedule is within: a strategy's own schedule is asked for, without a search."""
 
 

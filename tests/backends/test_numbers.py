@@ -570,7 +570,14 @@ def by_bits(m: Any, x: Tensor, t: Any) -> Tensor:
     return m.lin(x) * (t & 1) * (t >> 1) * t.bit_length()
 
 
-@pytest.mark.parametrize("function", [*DECIDING, by_set, by_match, by_attribute, by_sorting, by_bits])
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_match,
+        by_bits,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (*DECIDING, by_set, by_attribute, by_sorting)),
+    ],
+)
 def test_a_number_that_decides_and_enters_gives_the_original_s_numbers(function: Callable[..., Any]) -> None:
     def both(m: Any, x: Tensor, t: Any) -> Any:
         found = function(m, x * t, t)

@@ -126,6 +126,7 @@ def test_what_a_model_keeps_between_steps_disturbs_no_measurement() -> None:
     assert len(measured) >= 5 and all(one.agrees for one in measured)
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_too_long_is_not_run() -> None:
     layers = [layer for _ in range(36) for layer in (nn.Linear(16, 16), nn.Tanh())]
     model, x = nn.Sequential(*layers), torch.randn(64, 16)

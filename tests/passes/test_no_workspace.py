@@ -46,7 +46,14 @@ SIZES = ((1, 1, 1), (1, 64, 32), (64, 1, 32), (64, 32, 1), (7, 5, 3), (300, 200,
 LAYOUTS = list(itertools.product(("rows", "columns", "gaps", "expanded"), repeat=2))
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(pair, marks=() if pair[0] == "rows" or pair[0] == pair[1] else pytest.mark.slow)
+        for pair in LAYOUTS
+    ],
+    ids=str,
+)
 def test_products_that_are_said_to_take_no_workspace_take_none(layouts: tuple[str, str]) -> None:
     nodes: list[Node] = []
     for rows, inner, columns in SIZES:

@@ -26,7 +26,6 @@ def config(tmp_path: Path) -> str:
 
 def test_an_estimate_of_a_configuration(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["estimate", "--config", config, "--batch", "2", "--sequence", "16", "--machine", "h100"]
-    assert main([*command, "--optimizer", "adamw", "--train", "lora:r=4", "-q"]) == 0
     assert main([*command, "--optimizer", "adamw", "--train", "lora:r=4"]) == 0
     text = capsys.readouterr().out
     for part in (
@@ -44,10 +43,10 @@ def test_an_estimate_of_a_configuration(config: str, capsys: pytest.CaptureFixtu
 
 
 def test_ci_has_a_status_of_its_own(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["estimate", "--config", config, "--sequence", "16", "--budget", "1KiB", "-q"]
+    command = ["estimate", "--config", config, "--sequence", "16", "-q", "--budget", "1KiB"]
     assert main(command) == 0
     assert main([*command, "--ci"]) == 3
-    assert main([*command[:-3], "--budget", "1GiB", "--ci", "-q"]) == 0
+    assert not capsys.readouterr().out
 
 
 def test_a_factory_is_estimated(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from irc.compiler.compile import capture_call, plan_captured
 from irc.compiler.estimate.estimate import items_of
 from irc.compiler.estimate.hf_config import step_of_config
 from irc.compiler.estimate.lora import Lora
+from irc.compiler.frozen_heap import frozen_heap
 from irc.compiler.request import Request
 from irc.ir import BudgetError, format_bytes
 
@@ -63,6 +64,7 @@ class Case:
         budgets: The budgets of the plans.
         most_seconds: The goal for the search.
         most_gap: The goal for the distance from the bound.
+        is_below_export: Whether capture and passes together are to take less than torch's own export.
     """
 
     layers: int
@@ -77,6 +79,7 @@ class Case:
     budgets: tuple[str, ...] = ("60%",)
     most_seconds: float = 300.0
     most_gap: float = 0.01
+    is_below_export: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -106,8 +109,15 @@ CASES: dict[str, Case] = {
     "small-32": _small(32, "60%", "25%"),
     "small-80": _small(80, "60%", "25%"),
     "small-128": _small(128, "60%", "25%"),
-    "8b-lora": Case(*_8B, lora=Lora(16), budgets=("24GiB", "21GiB"), most_seconds=10.0, most_gap=0.005),
-    "8b-lora-tight": Case(*_8B, lora=Lora(16), budgets=("19.5GiB",), most_seconds=60.0),
+    "8b-lora": Case(
+        *_8B,
+        lora=Lora(16),
+        budgets=("24GiB", "21GiB"),
+        most_seconds=10.0,
+        most_gap=0.005,
+        is_below_export=True,
+    ),
+    "8b-lora-tight": Case(*_8B, lora=Lora(16), budgets=("19.5GiB",), most_seconds=60.0, is_below_export=True),
     "8b": Case(*_8B, batch=8, budgets=("80%",)),
     "70b-lora": Case(*_70B, lora=Lora(16), budgets=("95%", "90%")),
     "70b": Case(*_70B, batch=8, budgets=("80%",)),
@@ -158,8 +168,10 @@ class Row:
     def has_failed(self) -> bool:
         """Whether a goal is missed."""
         case = CASES[self.case]
+        in_all_seconds = self.capture_seconds + self.plan_seconds
         return (
             not self.peak_bytes
+            or (case.is_below_export and bool(self.export_seconds) and in_all_seconds > self.export_seconds)
             or self.search_seconds > case.most_seconds
             or self.overhead - self.bound > case.most_gap
         )
@@ -184,7 +196,8 @@ class Row:
             f"{self.capture_seconds:.1f}",
             f"{self.export_seconds:.1f}" if self.export_seconds else "",
             format_bytes(self.resident_bytes),
-            f"search {case.most_seconds:g} s, gap {case.most_gap:.1%}",
+            f"search {case.most_seconds:g} s, gap {case.most_gap:.1%}"
+            + (", in all less than export" if case.is_below_export and self.export_seconds else ""),
             "missed" if self.has_failed else "met",
         )
 
@@ -219,17 +232,16 @@ def _row(name: str, budget: str, *, with_export: bool) -> Row:
     export_seconds = _exported(module, batch) if with_export else 0.0
     gc.collect()
     request = Request.of(budget, costs=_MACHINE, time_limit=_TIME_LIMIT)
-    started = time.thread_time()
-    captured = capture_call(module, (), batch, request)
-    capture_seconds = time.thread_time() - started
-    gc.freeze()  # as the compiler does
-    started = time.thread_time()
-    try:
-        plan = plan_captured(captured, request).plan
-        minimum_bytes = 0 if plan is None else plan.minimum_budget_bytes
-    except BudgetError as error:
-        plan, minimum_bytes = None, error.minimum_bytes
-    plan_seconds = time.thread_time() - started
+    plan, minimum_bytes = None, 0
+    with frozen_heap():  # as `irc.optimize` does
+        started = time.thread_time()
+        captured = capture_call(module, (), batch, request)
+        captured_at = time.thread_time()
+        try:
+            plan = plan_captured(captured, request).plan
+        except BudgetError as error:
+            minimum_bytes = error.minimum_bytes
+        ended = time.thread_time()
     items = items_of((), batch)[0]
     step = 0.0 if plan is None else (plan.step_seconds or 0.0) * (1 + plan.overhead)
     return Row(
@@ -238,11 +250,11 @@ def _row(name: str, budget: str, *, with_export: bool) -> Row:
         sum(parameter.numel() for parameter in module.parameters()),
         len(captured.graph.operations),
         export_seconds,
-        capture_seconds,
-        plan_seconds,
+        captured_at - started,
+        ended - captured_at,
         0.0 if plan is None else plan.seconds_to_plan,
         0 if plan is None else plan.baseline_peak_bytes,
-        minimum_bytes,
+        minimum_bytes if plan is None else plan.minimum_budget_bytes,
         0 if plan is None else plan.peak_bytes,
         0.0 if plan is None else plan.overhead,
         0.0 if plan is None else plan.lower_bound_overhead,

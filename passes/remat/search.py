@@ -243,12 +243,15 @@ class _Search:
         return min(self.deadline, self.started + part * allowed) - time.thread_time()
 
     def run(self) -> Incumbent | None:
-        seeds = self._seeds()
+        by_cuts = [] if self.cuts.best is None else [("cut", self.cuts.best)]
+        seeds = self._seeds() or by_cuts
         if not seeds:
             return None
         self.incumbent = incumbent = Incumbent(*seeds[0])
         gap = max(self.gap * _MERGING_GAP, _PROOF_GAP)
         work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline, gap)
+        for name, solution in by_cuts:  # nothing is merged with it: what others run again has more to choose
+            incumbent.update(name, solution, self.budget_bytes)
         if self.problem.is_fastest(incumbent.best):
             return incumbent
         incumbent.bound_seconds = self.cuts.bound_seconds
@@ -280,8 +283,6 @@ class _Search:
 
     def _seeds(self) -> list[tuple[str, Solution]]:
         found = self.candidates.fitting(self.budget_bytes)
-        if self.cuts.best is not None:
-            found.append(("cut", self.cuts.best))
         for weight in () if fits_without_search(self.problem, self.budget_bytes) else _WEIGHTS:
             latest = min(self.deadline, time.thread_time() + _RUN_SECONDS)
             evicted = evict_greedily(self.problem, self.budget_bytes, distance_weight=weight, deadline=latest)

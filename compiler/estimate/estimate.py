@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,10 @@ from ...ir import (
     BudgetError,
     Gradients,
     Graph,
+    Input,
     InputRole,
     Plan,
+    TensorType,
     TimeLimitError,
     format_bytes,
     parse_budget,
@@ -236,7 +238,7 @@ def _estimate(
         planner = Planner(program)
         minimum_bytes = error.minimum_bytes if isinstance(error, BudgetError) else planner.minimum_bytes()
         budget_bytes = parse_budget(request.budget, planner.baseline_bytes)
-    parameters = {graph.tied[e.value]: e for e in graph.inputs if e.role is InputRole.PARAMETER}.values()
+    parameters = _parameters(graph)
     return Estimate(
         parameters=sum(entry.value.type.numel for entry in parameters),
         trained=sum(entry.value.type.numel for entry in parameters if entry.requires_grad),
@@ -247,7 +249,7 @@ def _estimate(
             captured,
             costed,
             prepared.graph,
-            steps_at_once=request.optimizer is not None and _steps_at_once(request.optimizer, described),
+            at_once=None if request.optimizer is None else _steps_at_once(request.optimizer, described),
         ),
         static_bytes=prepared.graph.static_bytes,
         minimum_bytes=minimum_bytes,
@@ -260,14 +262,16 @@ def _estimate(
     )
 
 
-def _as_written(captured: Captured, costed: Program, prepared: Graph, *, steps_at_once: bool) -> MemoryUse:
+def _as_written(
+    captured: Captured, costed: Program, prepared: Graph, *, at_once: OptimizerFactory | None
+) -> MemoryUse:
     """The memory of the step as its user wrote it: in backward, or when the optimizer steps after it.
 
     Args:
         captured: The call.
         costed: Its graph with costs.
         prepared: The graph with the optimizer's steps, if there is one.
-        steps_at_once: Whether these make their temporaries for all parameters at once.
+        at_once: The factory of that optimizer, if it makes its temporaries for all parameters at once.
     """
     assert costed.costs is not None
     graph, workspaces = captured.graph, costed.costs.workspace_bytes
@@ -276,37 +280,54 @@ def _as_written(captured: Captured, costed: Program, prepared: Graph, *, steps_a
     if prepared.gradients is not Gradients.APPLIED:
         return memory_use(schedule, workspaces, peak_bytes=eager_bytes)
     state_bytes = prepared.reserved_bytes
-    steps = [StepCost.of(node).workspace_bytes for node in prepared.releases]
-    step_bytes = _LOOP_BYTES + (sum(steps) if steps_at_once else max(steps, default=0))
+    if at_once is None:
+        step_bytes = max((StepCost.of(node).workspace_bytes for node in prepared.releases), default=0)
+    else:
+        types = _trained_types(graph)
+        costs = extrapolated_step_costs(at_once, types)
+        step_bytes = sum(costs[type].workspace_bytes for type in types)
     return max(
         memory_use(schedule, workspaces, peak_bytes=eager_bytes, state_bytes=state_bytes),
-        use_after_backward(graph, {"optimizer state": state_bytes, "workspaces": step_bytes}),
+        use_after_backward(graph, {"optimizer state": state_bytes, "workspaces": _LOOP_BYTES + step_bytes}),
         key=lambda use: use.peak_bytes,
     )
 
 
-def _steps_at_once(factory: OptimizerFactory, described: Machine | None) -> bool:
-    """Whether an optimizer's step makes its temporaries for all parameters at once (`foreach`).
+def _steps_at_once(factory: OptimizerFactory, described: Machine | None) -> OptimizerFactory | None:
+    """The factory of an optimizer whose step makes its temporaries for all parameters at once (`foreach`).
 
     Torch chooses that on GPUs unless it is told otherwise. A described machine with a tier `host` is one.
+    None if the factory's optimizer takes its steps in turn.
     """
-    parameter = nn.Parameter(torch.zeros(1))
-    asked = [group.get("foreach") for group in optimizer_of(factory, [parameter]).param_groups]
     is_gpu = torch.cuda.is_available() if described is None else described.tier("host") is not None
-    return any(foreach or (foreach is None and is_gpu) for foreach in asked)
+
+    def at_once(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer_of(factory, parameters)
+        for group in made.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = is_gpu
+        return made
+
+    groups = at_once([nn.Parameter(torch.zeros(1))]).param_groups
+    return at_once if any(group.get("foreach") for group in groups) else None
 
 
 def without_large_steps(request: Request, captured: Captured) -> Request:
     """The request, with the costs of an optimizer's steps known for large parameters: none is made up."""
     if request.release is None or request.optimizer is None:
         return request
-    trained = (
-        entry.value.type
-        for entry in captured.graph.inputs
-        if entry.role is InputRole.PARAMETER and entry.requires_grad
-    )
-    known = extrapolated_step_costs(request.optimizer, trained)
+    known = extrapolated_step_costs(request.optimizer, _trained_types(captured.graph))
     return replace(request, release=replace(request.release, known=known))
+
+
+def _trained_types(graph: Graph) -> list[TensorType]:
+    """The type of each parameter that is trained."""
+    return [entry.value.type for entry in _parameters(graph) if entry.requires_grad]
+
+
+def _parameters(graph: Graph) -> Collection[Input]:
+    """The parameters of a graph, of tied ones one."""
+    return {graph.tied[e.value]: e for e in graph.inputs if e.role is InputRole.PARAMETER}.values()
 
 
 def items_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import irc
 from irc.compiler.compile import capture_call
+from irc.compiler.estimate.estimate import items_of
 from irc.compiler.estimate.hf_config import step_of_config
 from irc.compiler.estimate.lora import Lora, parse_train
 from irc.compiler.model_source import training_loss
@@ -124,6 +125,13 @@ def test_a_percentage_is_of_the_baseline_also_where_nothing_fits() -> None:
     assert refused.budget_bytes == whole.plan.baseline_peak_bytes // 100
 
 
+@pytest.mark.parametrize("ids", [torch.zeros(4, 6, dtype=dtype) for dtype in (torch.int64, torch.int32)])
+def test_tokens_are_counted_whatever_comes_first(ids: Tensor) -> None:
+    scale, mask, lengths = torch.ones(2, 3), torch.ones(4, 6), torch.ones(4, dtype=torch.long)
+    assert items_of((scale, ids), {}) == items_of((), {"a": (mask, lengths), "b": ids}) == (24, "tokens")
+    assert items_of((scale,), {"lengths": lengths}) == (2, "samples")
+
+
 def test_half_precision_computes_by_matrix_units() -> None:
     model, x = nn.Linear(512, 512), torch.randn(4096, 512, requires_grad=True)
     full = irc.estimate(model, x, machine="h100").step_seconds
@@ -144,6 +152,24 @@ def test_steps_of_large_parameters_are_extrapolated(name: str, monkeypatch: pyte
     for known, guessed in zip(exact, found, strict=True):
         assert known.state_bytes <= guessed.state_bytes <= known.state_bytes + 512
         assert guessed.workspace_bytes == pytest.approx(known.workspace_bytes, abs=1024)
+
+
+@pytest.mark.parametrize(
+    ("machine", "foreach", "at_once"),
+    [("h100", None, True), ("h100", False, False), ("cpu", None, False), ("cpu", True, True)],
+)
+def test_steps_of_all_tensors_at_once_take_memory_at_once(
+    machine: str, foreach: bool | None, at_once: bool
+) -> None:
+    """The roots that AdamW divides by: of each parameter in turn, or one of each after backward."""
+
+    def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3, foreach=foreach)
+
+    model = Language(width=128)
+    found = irc.estimate(model, torch.zeros(1, 4, dtype=torch.long), machine=machine, optimizer=factory)
+    all_bytes, workspace_bytes = found.written.kinds["parameters"], found.written.kinds["workspaces"]
+    assert (all_bytes <= workspace_bytes <= all_bytes + 8192) == at_once
 
 
 # ---------------------------------------------------------------------- without data
@@ -210,6 +236,54 @@ def test_a_configuration_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         step_of_config(config(tmp_path, **more), batch=1, sequence=16)
+
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}
+BERT = {"model_type": "bert", "intermediate_size": 16, **TINY}
+
+
+@pytest.mark.parametrize(
+    ("more", "longest"),
+    [
+        ({"model_type": "opt", "architectures": ["OPTForCausalLM"], "ffn_dim": 16, **TINY}, 10),
+        (BERT | {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, 10 - 2),
+        (BERT | {"architectures": ["BertForMaskedLM"]}, 10),
+    ],
+)
+def test_the_longest_row_fills_the_positions(tmp_path: Path, more: dict[str, Any], longest: int) -> None:
+    path = config(tmp_path, max_position_embeddings=10, **more)
+    module, batch = step_of_config(path, batch=2, has_data=True)
+    assert batch["input_ids"].shape == (2, longest)
+    module(**batch).backward()
+    with pytest.raises((IndexError, RuntimeError)):
+        module(**{name: torch.zeros(2, longest + 1, dtype=torch.long) for name in batch})
+    with pytest.raises(UsageError, match=f"IRC586.*{longest} positions"):
+        step_of_config(path, batch=2, sequence=longest + 1)
+
+
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("more", "head"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **T5}, set[str]()),
+        (BERT | {"architectures": ["BertForSequenceClassification"]}, {"classifier"}),
+    ],
+)
+def test_adapters_and_the_heads_of_classifiers_are_trained(
+    tmp_path: Path, more: dict[str, Any], head: set[str]
+) -> None:
+    module, batch = step_of_config(config(tmp_path, **more), batch=2, sequence=8, lora=Lora(2), has_data=True)
+    module(**batch).backward()
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert {
+        name.split(".")[1]
+        for name in trained
+        if "." in name and not name.endswith(("up.weight", "down.weight"))
+    } == head
+    assert len(trained) > 8
 
 
 def test_code_that_a_configuration_names_is_not_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import irc
 from irc.compiler.estimate import largest_batch
@@ -38,6 +40,24 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.project(x)
         return ((x @ x.mT).softmax(-1) @ x).square().mean()
+
+
+class Normed(nn.Module):
+    """Rows that are normed over the batch, which takes two of them, with dropout.
+
+    Args:
+        most: The most rows that it takes.
+    """
+
+    def __init__(self, most: int = 1 << 20) -> None:
+        super().__init__()
+        self.most = most
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise ValueError("too many rows")
+        return self.layers(x).square().mean()
 
 
 CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any], str]] = {
@@ -83,6 +103,38 @@ def test_a_model_without_data_is_planned_but_not_measured() -> None:
     assert irc.max_batch(model, x, 200_000, costs="cpu", time_limit=0.3).size > 0
     with pytest.raises(UsageError, match=r"IRC403.*without data"):
         irc.max_batch(model, x, 200_000, costs="cpu", measure=True)
+
+
+def test_tensors_of_a_fake_mode_are_resized() -> None:
+    with FakeTensorMode():
+        model, x = Normed(), torch.randn(4, 32, requires_grad=True)
+    fake, real = (
+        irc.max_batch(m, y, 130_000, costs="cpu")
+        for m, y in ((model, x), (Normed(), torch.randn(4, 32, requires_grad=True)))
+    )
+    assert 4 < fake.size == real.size
+
+
+def test_the_largest_size_is_one_that_the_model_takes() -> None:
+    found = irc.max_batch(Normed(most=6), torch.randn(4, 32), "1MiB", costs="cpu")
+    not_taken = [trial.size for trial in found.trials if not trial.minimum_bytes]
+    assert found.size == 6 and 7 in not_taken and "not taken" in found.summary()
+    none = irc.max_batch(Normed(), torch.randn(3, 32), 1000, costs="cpu")
+    tried = {trial.size: trial.minimum_bytes for trial in none.trials}
+    assert none.size == 0 and tried[1] == 0
+    assert irc.max_batch(Normed(), torch.randn(3, 32), tried[2], costs="cpu").size == 2
+    with pytest.raises(UsageError, match=r"IRC349.*too many rows"):
+        irc.max_batch(Normed(most=3), torch.randn(4, 32), "1MiB", costs="cpu")
+
+
+def test_measuring_leaves_model_arguments_and_generator_as_they_were() -> None:
+    model, x = Normed(), torch.randn(4, 32, requires_grad=True)
+    before = copy.deepcopy(model.state_dict()), x.detach().clone(), torch.get_rng_state()
+    found = irc.max_batch(model, x, 130_000, costs="cpu", measure=True)
+    assert found.holds and found.measured_per_second is not None
+    after = model.state_dict(), x.detach(), torch.get_rng_state()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert x.grad is None and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_wrong_use_is_refused() -> None:

@@ -352,7 +352,7 @@ def test_the_front_of_a_model(mlp: Loaded, monkeypatch: pytest.MonkeyPatch) -> N
     assert plans[0].budget_bytes == plans[0].peak_bytes == seen.baseline_bytes
     assert plans[-1].budget_bytes == plans[-1].peak_bytes == seen.minimum_bytes >= seen.floor_bytes
     assert {"keep-all", "sqrt-n", "every-2", "every-4", "min-cut"} <= {k.strategy for k in seen.known}
-    assert all(p.proved for p in plans[:3]) and 0 < plans[-1].bound <= plans[-1].overhead
+    assert all(p.overhead - p.bound <= 1e-3 for p in plans) and 0 < plans[-1].bound <= plans[-1].overhead
     one = irc.optimize(mlp.module, mlp.args, plans[2].budget_bytes, time_limit=LIMIT, costs="analytic").plan
     assert plans[2].overhead == pytest.approx(one.overhead) and plans[2].peak_bytes <= one.budget_bytes
     assert plans[2].seconds == pytest.approx(one.step_seconds * (1 + one.overhead))

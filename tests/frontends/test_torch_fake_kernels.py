@@ -12,11 +12,13 @@ import pytest
 import torch
 from support.torch_cases import Model, assert_same, fitted, outcome
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from irc.frontends.torch import capture
 from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
+from irc.frontends.torch.fixups.meta_kernels import composites_on_meta
 from irc.ir import Graph, Trait, UnsupportedError
 from irc.passes.costs.profiling import profile_costs, runner
 
@@ -283,6 +285,20 @@ def test_the_memory_of_folded_columns_is_the_kernels() -> None:
 def test_the_gradient_of_dropout_is_rounded_as_eager_does(dtype: torch.dtype) -> None:
     module = weighted(lambda m, x: functional.dropout(x * m.weight, 0.3), 64, dtype=dtype)
     assert_trains_the_same(module, torch.randn(8, 64, dtype=dtype))
+
+
+def test_kernels_for_meta_are_back_when_the_last_that_took_them_is_left() -> None:
+    kernels = torch.ops.aten.nll_loss.default.py_kernels
+    before, on_meta = dict(kernels), torch.empty(1, device="meta")
+    assert DispatchKey.Meta in before
+    with pytest.raises(KeyError), composites_on_meta([on_meta]):
+        with composites_on_meta([on_meta]):
+            assert DispatchKey.Meta not in kernels
+        assert DispatchKey.Meta not in kernels
+        raise KeyError
+    assert kernels == before
+    with composites_on_meta([torch.empty(1)]):
+        assert kernels == before
 
 
 @pytest.mark.slow

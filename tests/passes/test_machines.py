@@ -26,7 +26,8 @@ def machines() -> st.SearchStrategy[Machine]:
         lambda tiers: tuple(replace(tier, name=f"tier {k}") for k, tier in enumerate(tiers))
     )
     names = st.text(min_size=1, max_size=64).filter(str.isprintable)
-    return st.builds(Machine, names, RATES, RATES, st.floats(0, 1), st.integers(0, 1 << 50), several)
+    capacities, half_flops = st.integers(0, 1 << 50), st.just(0.0) | RATES
+    return st.builds(Machine, names, RATES, RATES, st.floats(0, 1), capacities, several, half_flops)
 
 
 @given(machines())
@@ -125,13 +126,18 @@ def test_entries_that_are_missing_or_unknown_are_refused(tmp_path: Path) -> None
     ("data", "wanted"),
     [
         (described(flops_per_second=0), "a number above 1e-06, at most 1e+30"),
+        (described(flops_per_second=1e31), "a number above 1e-06, at most 1e+30"),
+        (described(memory_bytes_per_second=1e-6), "a number above 1e-06, at most 1e+30"),
         (described(half_flops_per_second=-1), "a number not below 0"),
+        (described(half_flops_per_second=1e31), "a number not below 0, at most 1e+30"),
+        (described(half_flops_per_second="6e14"), "a number not below 0"),
         (described(name="\x1b[31mred"), "that can be printed"),
         (described(memory_bytes_per_second="8e9"), "a number above 1e-06, at most 1e+30"),
         (described(flops_per_second=float("inf")), "a number above 1e-06, at most 1e+30"),
         (described(flops_per_second=10**400), "a number above 1e-06, at most 1e+30"),
         (described(launch_seconds=-1e-6), "a number not below 0"),
         (described(launch_seconds=float("nan")), "a number not below 0"),
+        (described(launch_seconds=1e7), "a number not below 0, at most 1e+06"),
         (described(capacity_bytes=8.5e9), "a whole number not below 0"),
         (described(capacity_bytes=True), "a whole number not below 0"),
         (described(name=""), "a text"),

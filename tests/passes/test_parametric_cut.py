@@ -3,11 +3,12 @@
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
@@ -117,8 +118,8 @@ def test_plans_of_equal_layers_are_no_slower_for_being_found_by_cuts(
         assert with_cuts.bound_seconds <= without.best.seconds - problem.step_seconds + 1e-6
 
 
-@given(samples, st.data())
-@examples(40)
+@given(samples | several(samples), st.data())
+@examples(60)
 def test_a_bound_at_any_time_step_is_below_every_schedule(sample: Sample, data: st.DataObject) -> None:
     problem = problem_of(sample)
     assume(problem.backward and len(problem.wanted) <= 5)
@@ -199,3 +200,46 @@ def test_a_schedule_of_cuts_fills_what_is_left_free() -> None:
         assert found.best is not None
         assert budget - found.best.peak_bytes < 2 * LAYER_BYTES
         assert found.best.seconds - problem.step_seconds - found.bound_seconds <= 2 * 2.0
+
+
+def test_a_schedule_of_cuts_keeps_small_results_where_no_large_one_fits() -> None:
+    small_bytes = LAYER_BYTES // 2
+    block = Block((LAYER_BYTES, 16, small_bytes, 16), (10.0, 1.0, 4.0, 1.0), (True, False, True, False))
+    problem = repeated(block, LAYERS)
+    for tenths in range(1, 10):
+        budget = within(problem, tenths)
+        best = search_cuts(problem, budget).best
+        assert best is not None and budget - best.peak_bytes < small_bytes
+
+
+@pytest.mark.parametrize("exponent", [45, 54])
+def test_storages_of_any_size_are_cut_and_bounded(exponent: int) -> None:
+    """Networks count with 64 bits: parts of a byte, and all bytes several times over."""
+    layers = 60
+    problem = repeated(Block((1 << exponent, 16), (2.0, 1.0), (True, False)), layers)
+    for tenths in (2, 5, 8):
+        budget = within(problem, tenths)
+        found = search_cuts(problem, budget)
+        assert found.best is not None and found.best.peak_bytes <= budget
+        verify_schedule(found.best.schedule, problem.costs.workspace_bytes, peak_bytes=found.best.peak_bytes)
+        more_seconds = found.best.seconds - problem.step_seconds
+        assert found.bound_seconds <= more_seconds <= found.bound_seconds + 4.0
+
+
+# ---------------------------------------------------------------------- several forwards in flight
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 4])
+@pytest.mark.parametrize("is_at_loss", [True, False])
+def test_room_is_what_a_schedule_keeps_where_it_peaks(forwards: int, is_at_loss: bool) -> None:
+    """The other forwards hold as much at the loss, and of what every schedule keeps their losses later."""
+    chain = layered(LAYERS)
+    loss_bytes, workspace_bytes = (1 << 20, 0) if is_at_loss else (1 << 10, 1 << 20)
+    graph = replace(chain.graph, forwards_in_flight=forwards, loss_bytes=loss_bytes, loss_saved_bytes=1 << 10)
+    workspaces = {**chain.costs.workspace_bytes, chain.backward[0]: workspace_bytes}
+    problem = CheckpointProblem(graph, replace(chain.costs, workspace_bytes=workspaces))
+    loss = len(problem.forward)
+    kept = [storage for storage in problem.wanted if is_at_loss and storage.nbytes == LAYER_BYTES][1:]
+    peak_bytes = problem.keeping(kept).peak_bytes
+    cut = ParametricCut(problem, loss if is_at_loss else loss + 1)
+    assert cut.room_bytes(peak_bytes) == (LAYERS - 1) * LAYER_BYTES

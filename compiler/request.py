@@ -225,11 +225,13 @@ class Request:
     def bounded_cost(self) -> Cost:
         """The pass that finds the costs of a plan: amid training, what takes more than the budget never runs.
 
-        The first plan is made before training, when nothing else is there: its operations always run.
+        The first plan is made before training, when nothing else is there: its operations run unless `cost`
+        itself has a limit.
         """
-        most_bytes = None if self.example is None else self.budget
-        assert not isinstance(most_bytes, str)
-        return replace(self.cost, most_bytes=most_bytes)
+        if self.example is None:
+            return self.cost
+        assert not isinstance(self.budget, str)
+        return replace(self.cost, most_bytes=self.budget)
 
     @property
     def choosing(self) -> tuple[Pass, ...]:

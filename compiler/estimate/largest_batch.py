@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ...frontends.torch import Loss
-from ...ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
+from ...ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ...torch_support.pytree import flatten
 from ..compile import capture_call, plan_captured
@@ -52,7 +52,8 @@ class Trial:
 
     Args:
         size: The size.
-        minimum_bytes: The smallest budget that is known for it; 0 if the model does not take this size.
+        minimum_bytes: The smallest budget that is known for it, or what one operation takes that is over
+            the budget by itself; 0 if the model does not take this size.
         overhead: The time that the plan adds; None if none fits.
         items_per_second: The tokens or samples that it trains on in a second; 0 if none fits, or if nothing
             runs twice and no operation was timed.
@@ -301,15 +302,18 @@ def _planned(
         request: What is asked of the plan.
         may_refuse: Whether the model's own error means that it does not take this size.
     """
+    assert isinstance(request.budget, int)
     try:
         module, args, kwargs = step(size)
         with frozen_heap():
             captured = capture_call(module, args, kwargs, request)
+            least_bytes = _least_bytes(captured.graph) if request.cost.measure else 0
+            if least_bytes > request.budget:
+                return Trial(size, least_bytes, None, 0.0), None  # nothing of it runs, to be measured
             plan = plan_captured(captured, without_large_steps(request, captured)).plan
     except BudgetError as error:
         return Trial(size, error.minimum_bytes, None, 0.0), None
     except TimeLimitError:
-        assert isinstance(request.budget, int)
         return Trial(size, request.budget + 1, None, 0.0), None
     except UsageError as error:
         if not may_refuse or error.code not in _NOT_TAKEN:
@@ -319,6 +323,13 @@ def _planned(
     seconds = (plan.step_seconds or 0.0) * (1 + plan.overhead)
     items = items_of(args, kwargs)[0]
     return Trial(size, plan.minimum_budget_bytes, plan.overhead, items / seconds if seconds else 0.0), plan
+
+
+def _least_bytes(graph: Graph) -> int:
+    """What every schedule holds while the operation runs that reads and makes most."""
+    static = graph.static_storages
+    touched = ({*graph.reads(node), *graph.allocates(node)} - static for node in graph.operations)
+    return graph.static_bytes + max((sum(s.nbytes for s in storages) for storages in touched), default=0)
 
 
 def next_size(trials: Mapping[int, Trial], budget_bytes: int, fits: int, fails: int) -> int:

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import irc
 from irc.compiler.estimate import largest_batch
 from irc.compiler.estimate.largest_batch import Trial
-from irc.ir import BudgetError, UsageError
+from irc.ir import BudgetError, Node, UsageError
+from irc.passes.costs import profiling
 
 
 class Stack(nn.Module):
@@ -166,3 +167,20 @@ def test_the_border_is_found_in_few_trials(
         size = largest_batch.next_size(trials, budget, fits, fails)
         assert fits < size < fails or fails - fits == 1
     assert fits == border and len(trials) <= 40
+
+
+def test_no_operation_runs_that_is_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes hardly grow from one row to two, so that the next size that is tried is far too large."""
+    ran: list[int] = []
+    measure = profiling._measure  # pyright: ignore[reportPrivateUsage]
+
+    def spy(nodes: dict[str, Node], *others: Any) -> Any:
+        for node in nodes.values():
+            ran.append(sum({v.storage: v.storage.nbytes for v in (*node.operands, *node.values)}.values()))
+        return measure(nodes, *others)
+
+    monkeypatch.setattr(profiling, "_measure", spy)
+    model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    found = irc.max_batch(model, torch.randn(1, 32), 3_000_000, costs="measured")
+    assert found.size and max(trial.size for trial in found.trials) > found.size
+    assert ran and max(ran) <= 3_000_000

@@ -34,7 +34,7 @@ from ..ir import (
     Plan,
     UsageError,
 )
-from ..passes import PassManager, Program
+from ..passes import PassManager, Program, TileLossHeads
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
@@ -42,8 +42,9 @@ from ..passes.remat.reuse_schedule import reuse_schedule
 from ..torch_support.attribute_reads import Names, recording_attribute_reads
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
-from .request import Example, Request
-from .time_steps import kernels_or_time_steps, seconds_to_capture
+from .request import SUMS, Example, Request
+from .tiles import whole_or_tiled
+from .time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 
 __all__ = ["CompiledCall", "capture_call", "compile_call", "plan_captured"]
 
@@ -99,8 +100,9 @@ def compile_call(
     """
     planned, read, program = _plan(module, args, kwargs, request, reserved)
     slots = None
-    if varied is not None:
-        slots = _number_slots(module, planned, program, request, varied, stepwise=program.kernels is not None)
+    stepwise = program.kernels is not None and has_kernels(program.kernels.graph)
+    if varied is not None and (program.kernels is None or stepwise):  # tiles are not those of another call
+        slots = _number_slots(module, planned, program, request, varied, stepwise=stepwise)
     free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
     return _emitted(module, planned, read, program, request, reserved, slots or {}, free)
 
@@ -122,7 +124,7 @@ def plan_captured(captured: Captured, request: Request) -> Program:
     Raises:
         IrcError: As `compile_call`.
     """
-    return _planned(captured, _prepared(captured, request), request, _NOTHING)
+    return _whole_or_tiled(captured, _prepared(captured, request), request, _NOTHING)
 
 
 def _plan(
@@ -137,7 +139,7 @@ def _plan(
     prepared = _prepared(captured, request)
 
     def by_kernels() -> tuple[Captured, Names, Program]:
-        return captured, names, _planned(captured, prepared, request, reserved)
+        return captured, names, _whole_or_tiled(captured, prepared, request, reserved)
 
     def by_time_steps() -> tuple[Captured, Names, Program]:
         steps, names_of_steps = _captured(module, args, kwargs, request, stepwise=True)
@@ -264,6 +266,26 @@ def _costed(program: Program, request: Request, *, with_times: bool = True) -> P
         return PassManager([cost], request.observers).run(program)
 
 
+def _whole_or_tiled(
+    captured: Captured, program: Program, request: Request, reserved: ReservedMemory
+) -> Program:
+    """The call with a plan: with its loss heads in tiles if the request lets sums be taken in another order.
+
+    Raises:
+        BudgetError: IRC204.
+    """
+
+    def whole() -> Program:
+        return _planned(captured, program, request, reserved)
+
+    def tiled(tiles: int) -> Program:
+        in_tiles = PassManager([TileLossHeads(tiles)], request.observers).run(program)
+        in_tiles = replace(in_tiles, kernels=_costed(program, request))
+        return _planned(captured, in_tiles, request, reserved)
+
+    return whole_or_tiled(program.graph, whole, tiled) if request.exact == SUMS else whole()
+
+
 def _planned(captured: Captured, program: Program, request: Request, reserved: ReservedMemory) -> Program:
     """The call with costs, a schedule and its certificate, which count what is reserved.
 
@@ -286,7 +308,7 @@ def _planned(captured: Captured, program: Program, request: Request, reserved: R
         _counting(program.plan, reserved_bytes),
         gradients=program.graph.gradients.value,
         loss=captured.loss,
-        roundings=captured.roundings,
+        roundings=(*captured.roundings, *program.roundings),
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)

@@ -73,6 +73,7 @@ def optimize(
     swap: str | Sequence[str] | None = None,
     plans: int = 8,
     dynamic: str | None = None,
+    exact: bool | str = True,
     progress: bool | Callable[[Progress], None] = False,
     same_branches: bool | None = None,
     profile: bool | str | None = None,
@@ -140,6 +141,10 @@ def optimize(
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
             dimension of their tensors alone take over its schedule without a search, if their operations
             are the same and it fits. Others, larger ones among them, are planned as usual.
+        exact: True gives the original's numbers to the bit. `"sums"` lets sums be taken in another order: a
+            loss head (projection to classes, log-softmax, cross entropy) may run in tiles of rows, so that
+            only one tile's logits are there at a time. The losses of rows are summed as before; `.plan`
+            names what may differ by rounding.
         progress: True prints how the first plan is made to stderr; a function is called with each
             `irc.Progress`: the phase, and in a search the best overhead so far, its bound and the time left.
             The logger `irc.progress` has the same lines at INFO, and `irc` one for each later plan.
@@ -174,6 +179,7 @@ def optimize(
         ),
         plans=plans,
         dynamic=dynamic,
+        exact=exact,
     )
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):

@@ -30,10 +30,14 @@ from ..passes.costs.table import StepCost
 from ..passes.remat.choice import GAP
 from .tiers import measured_tiers, offer, tier_configs, what_moves
 
-__all__ = ["MEASURED", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
+__all__ = ["MEASURED", "SUMS", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
 
 MEASURED = "measured"
 """The costs of a plan unless others are asked for: operations measured on the device of the model."""
+
+
+SUMS = "sums"
+"""The value of `exact` that lets sums be taken in another order than the model's."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Request:
         specialize_branches: As in `irc.optimize`.
         plans: How many plans are kept; 1 refuses other calls than the example.
         dynamic: As in `irc.optimize`.
+        exact: As in `irc.optimize`.
         observers: Told of each pass of the first plan.
         example: The call of the first plan; None before there is one.
     """
@@ -85,6 +90,7 @@ class Request:
     specialize_branches: bool = False
     plans: int = 1
     dynamic: str | None = None
+    exact: bool | str = True
     observers: Sequence[Observer] = ()
     example: Example | None = None
 
@@ -198,6 +204,12 @@ class Request:
                 "IRC406",
                 "dynamic shapes need more than one plan",
                 help="give plans=8, or leave dynamic out",
+            )
+        if self.exact is not True and self.exact != SUMS:
+            raise UsageError(
+                "IRC406",
+                f"exact is {self.exact!r}",
+                help=f'give exact="{SUMS}" to let sums be taken in another order, or leave it out',
             )
         for step in self.passes():
             check = getattr(step, "check", None)

@@ -75,7 +75,7 @@ class Trait(Enum):
     RANDOM = "random"
     """Draws from the generator: runs in the original order, and again only from a state that it reads."""
     EFFECT = "effect"
-    """Writes its first operand (a buffer): runs exactly once, in the original order."""
+    """Writes its first operand (a buffer, or a sum that backward makes): runs once, in the original order."""
     PINNED = "pinned"
     """Reads a storage that an effect overwrites later: running it again would give other numbers."""
     NONDETERMINISTIC = "nondeterministic"

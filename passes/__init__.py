@@ -18,6 +18,7 @@ from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
+from .rewrites.tile_loss_heads import TileLossHeads, loss_heads
 
 __all__ = [
     "MACHINES",
@@ -39,7 +40,9 @@ __all__ = [
     "ReplayDraws",
     "Solution",
     "SplitConvolutions",
+    "TileLossHeads",
     "analytic_costs",
+    "loss_heads",
     "machine_named",
     "offloadable_in",
     "parse_passes",

@@ -66,6 +66,11 @@ def add(commands: Commands) -> None:
         help="plan for N forwards before their backwards (1)",
     )
     optimize.add_argument(
+        "--exact",
+        choices=("bits", "sums"),
+        help="whether numbers are the model's to the bit, or sums may be taken in another order (bits)",
+    )
+    optimize.add_argument(
         "--passes", metavar="TEXT", help="the pipeline as text, instead of the options above"
     )
     optimize.add_argument("--print-passes", action="store_true", help="print the pipeline as text and stop")
@@ -128,7 +133,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
     elif options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
     from ..compiler.model_source import training_loss
-    from ..compiler.request import Request
+    from ..compiler.request import SUMS, Request
     from ..passes import parse_passes
 
     if options.passes is not None:
@@ -147,6 +152,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
         swap=options.swap or None,
         optimizer=optimizer_of(options),
         forwards_in_flight=options.forwards_in_flight,
+        exact=SUMS if options.exact == SUMS else True,
         loss=training_loss,
         observers=[progress],
     )
@@ -172,6 +178,7 @@ def _refuse_beside_passes(options: argparse.Namespace) -> None:
             "write offer-tiers{swap=host:64GiB} before plan-memory{budget=...}",
         ),
         ("--optimizer", options.optimizer is not None, "leave --passes out, and give --budget and --swap"),
+        ("--exact", options.exact is not None, "write tile-loss-heads{tiles=...} before cost{...}"),
         ("--costs MACHINE", machine is not None, f"write cost{{profile={machine}}}"),
     )
     for flag, is_given, help in others:

@@ -62,7 +62,7 @@ def _number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_ALONE = ("passes", "explain", "print_passes")
+_ALONE = ("passes", "explain", "print_passes", "exact")
 """Options that pipelines do not have."""
 
 _DEFAULTS = {

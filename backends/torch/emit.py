@@ -210,6 +210,14 @@ class _Emitter:
         """The views that the body reads several times, which become variables."""
         self.bound: dict[Storage, list[Value]] = {}
         """The views of each storage that are variables now."""
+        self.sums = {
+            value: node.operands[0]
+            for node in graph.nodes
+            if Trait.EFFECT in node.traits
+            for value in node.values
+            if value.storage is node.operands[0].storage and value.storage in graph.producers
+        }
+        """The value that each sum which grows in place was before."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
         self.generators: dict[str, str] = {}
@@ -434,6 +442,8 @@ class _Emitter:
         offloaded = self.graph.offloaded_of.get(value.storage)
         if offloaded is not None and value not in self.views.of:  # a parameter under another of its names
             value = offloaded.value
+        while value in self.sums:
+            value = self.sums[value]
         if value not in self.names:
             self.names[value] = self._unique(_plain(value.name))
         return self.names[value]

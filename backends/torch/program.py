@@ -268,9 +268,9 @@ def _released(
 
 
 def _written(graph: Graph) -> set[Storage]:
-    """Returns the storages that operations write in place."""
+    """Returns the static storages that operations write in place."""
     writes = (node for node in graph.nodes if Trait.EFFECT in node.traits and node.releases is None)
-    return {node.operands[0].storage for node in writes}
+    return {node.operands[0].storage for node in writes} & graph.static_storages
 
 
 def _read_by_backward(schedule: Schedule) -> tuple[set[Storage], set[Storage]]:

@@ -35,7 +35,7 @@ def verify_graph(graph: Graph) -> None:
             written; IRC112 a value is written twice; IRC113 a value does not fit its storage; IRC114 forward
             depends on backward; IRC115 a view allocates; IRC116 an operation that is not a view returns
             an alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect
-            does not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or
+            writes no parameter, buffer, input, constant or what backward makes; IRC133 a gradient is released wrongly, or
             the reserved bytes are not those of what is released; IRC134 a parameter is read after its
             gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
             pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
@@ -69,6 +69,8 @@ class _GraphCheck:
         self.after_loss: set[Value] = set()
         """Tangents, and the values that backward nodes write."""
         self.allocated: set[Storage] = set()
+        self.backward: set[Storage] = set()
+        """Storages that backward allocates: sums that effects of backward add to."""
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
         self.exchanged: set[tuple[str, Region, str]] = set()
         self.generator_state: tuple[Value, object] | None = None
@@ -100,6 +102,8 @@ class _GraphCheck:
                 self.write(value, node)
             self.aliases(node)
             self.draw(node)
+            if node.region is Region.BACKWARD:
+                self.backward.update({value.storage for value in node.values} - self.allocated)
             self.allocated.update(value.storage for value in node.values)
         self.outputs()
 
@@ -188,7 +192,9 @@ class _GraphCheck:
 
     def effect(self, node: Node) -> None:
         operands = node.operands
-        if not operands or operands[0].storage not in self.static or node.is_view:
+        written = operands[0].storage if operands else None
+        is_sum = node.region is Region.BACKWARD and written in self.backward and node.releases is None
+        if node.is_view or not (written in self.static or is_sum):
             fail("IRC119", f"effect {node.name} does not write a static storage by its first operand", node)
         for value in node.values:
             if value.storage is not operands[0].storage and value.storage in self.allocated:

@@ -1,0 +1,234 @@
+"""Rules of operations that treat each row by itself: which values hold the rows, and which sum them up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from ...ir import Node, Value
+
+__all__ = ["RowValues", "Rows", "UntileableError", "rows_through"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The dimensions of a value that hold the rows: `count` of them, from `axis` on, flattened."""
+
+    axis: int = 0
+    count: int = 1
+
+    def of(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """The shape with that many rows, in one dimension."""
+        return (*shape[: self.axis], rows, *shape[self.axis + self.count :])
+
+    def number(self, shape: tuple[int, ...]) -> int:
+        """The number of rows in a shape."""
+        return math.prod(shape[self.axis : self.axis + self.count])
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """The values of an operation that hold rows, and the results that are sums over all rows."""
+
+    rows: Mapping[Value, Rows]
+    sums: frozenset[Value] = frozenset()
+
+
+class UntileableError(Exception):
+    """An operation mixes rows, or has no rule."""
+
+
+def rows_through(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """Says which operands and results of an operation hold rows, given those of some.
+
+    Operands that are not named are read whole for each tile.
+
+    Raises:
+        UntileableError: The operation has no rule, or is none of rows.
+    """
+    rule = _RULES.get(node.op)
+    if rule is None and _is_pointwise(node.op):
+        rule = _pointwise
+    if rule is None:
+        raise UntileableError(f"{node.op} has no rule")
+    found = rule(node, known)
+    for value, rows in found.rows.items():
+        if known.get(value, rows) != rows:
+            raise UntileableError(f"{node.name} needs {value} by {rows}, and it holds {known[value]}")
+    return found
+
+
+def _require(condition: bool, node: Node) -> None:
+    if not condition:
+        raise UntileableError(f"{node.name} mixes rows")
+
+
+def _tensors(node: Node, count: int) -> list[Value]:
+    operands = node.arguments[:count]
+    _require(len(operands) == count and all(isinstance(operand, Value) for operand in operands), node)
+    return [cast(Value, operand) for operand in operands]
+
+
+# ---------------------------------------------------------------------- element by element
+
+_COPIES = frozenset(
+    ("aten._to_copy.default", "aten.clone.default", "aten.detach.default", "aten.alias.default")
+)
+
+
+def _is_pointwise(op: str) -> bool:
+    import torch
+
+    if op in _COPIES:
+        return True
+    space, _, rest = op.partition(".")
+    name, _, overload = rest.partition(".")
+    if space != "aten" or not hasattr(torch.ops.aten, name):
+        return False
+    found = getattr(getattr(torch.ops.aten, name), overload, None)
+    return found is not None and torch.Tag.pointwise in found.tags
+
+
+def _pointwise(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    _require(len(node.values) == 1, node)
+    (result,) = node.values
+    shape = result.type.shape
+    rows = known.get(result) or next(
+        (known[value] for value in node.operands if value in known and value.type.shape == shape), None
+    )
+    if rows is None:
+        raise UntileableError(f"{node.name} broadcasts rows")
+    found = {result: rows}
+    trailing = len(shape) - rows.axis - rows.count
+    for value in node.operands:
+        its = value.type.shape
+        if (
+            len(its) == len(shape)
+            and its[rows.axis : rows.axis + rows.count] == shape[rows.axis :][: rows.count]
+        ):
+            found[value] = rows
+        else:
+            _require(len(its) <= trailing, node)
+    return RowValues(found)
+
+
+# ---------------------------------------------------------------------- products
+
+
+def _mm(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    left, right = _tensors(node, 2)
+    return _product(node, left, right, known)
+
+
+def _addmm(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    bias, left, right = _tensors(node, 3)
+    found = _product(node, left, right, known)
+    _require(not found.sums and len(bias.type.shape) < 2 and node.values[0] in found.rows, node)
+    _require(found.rows[node.values[0]] == Rows(), node)
+    return found
+
+
+def _product(node: Node, left: Value, right: Value, known: Mapping[Value, Rows]) -> RowValues:
+    """The rows of the result, those of the left or the columns of the right, or the axis that is summed."""
+    (result,) = node.values
+    of_left, of_right, of_result = known.get(left), known.get(right), known.get(result)
+    if Rows(1) == of_left or Rows(0) == of_right:
+        _require(of_left in (None, Rows(1)) and of_right in (None, Rows(0)) and of_result is None, node)
+        return RowValues({left: Rows(1), right: Rows(0)}, frozenset((result,)))
+    if Rows(0) in (of_left, of_result):
+        _require(of_right is None, node)
+        return RowValues({left: Rows(0), result: Rows(0)})
+    if Rows(1) in (of_right, of_result):
+        _require(of_left is None, node)
+        return RowValues({right: Rows(1), result: Rows(1)})
+    raise UntileableError(f"{node.name} mixes rows")
+
+
+# ---------------------------------------------------------------------- views
+
+
+def _transposed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    (operand,), (result,) = node.operands, node.values
+    _require(len(operand.type.shape) == 2, node)
+    given = known.get(operand) or Rows(1 - known[result].axis, known[result].count)
+    _require(given.count == 1, node)
+    return RowValues({operand: given, result: Rows(1 - given.axis)})
+
+
+def _viewed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """The same rows in other leading dimensions."""
+    (operand,), (result,) = node.operands, node.values
+    value, other = (operand, result) if operand in known else (result, operand)
+    rows = known[value]
+    _require(rows.axis == 0, node)
+    number, rest = rows.number(value.type.shape), value.type.shape[rows.count :]
+    count = len(other.type.shape) - len(rest)
+    _require(count > 0 and other.type.shape[count:] == rest, node)
+    _require(Rows(0, count).number(other.type.shape) == number, node)
+    return RowValues({value: rows, other: Rows(0, count)})
+
+
+# ---------------------------------------------------------------------- along a row
+
+
+def _along(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """A softmax over the last dimension, or its gradient: all tensors have one shape."""
+    values = (*node.operands, *node.values)
+    rows = next(known[value] for value in values if value in known)
+    shape = node.values[0].type.shape
+    dims = [argument for argument in node.arguments if type(argument) is int]
+    _require(len(dims) == 1 and dims[0] in (-1, len(shape) - 1), node)
+    _require(rows.axis == 0 and rows.count == len(shape) - 1, node)
+    _require(all(value.type.shape == shape for value in values), node)
+    return RowValues(dict.fromkeys(values, rows))
+
+
+def _summed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """A sum along each row, or over all of them."""
+    (operand,), (result,) = node.operands, node.values
+    rows = known.get(operand)
+    if rows is None:
+        raise UntileableError(f"{node.name} makes rows of what it sums")
+    rank = len(operand.type.shape)
+    dims = node.arguments[1] if len(node.arguments) > 1 else ()
+    _require(isinstance(dims, tuple) and bool(dims), node)
+    summed = {dim % rank for dim in cast(tuple[int, ...], dims)}
+    its = set(range(rows.axis, rows.axis + rows.count))
+    if summed == its and rows.count == 1:
+        return RowValues({operand: rows}, frozenset((result,)))
+    _require(not summed & its and rows.axis == 0, node)
+    return RowValues({operand: rows, result: rows})
+
+
+def _row_losses(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """The cross entropy of rows: without weights of classes, whose sum is another."""
+    scores, classes = _tensors(node, 2)
+    _require(len(scores.type.shape) == 2 and len(node.arguments) == 5 and node.arguments[2] is None, node)
+    (losses, _) = node.results
+    found = {scores: Rows(), classes: Rows()}
+    return RowValues(found | {losses: Rows()} if node.arguments[3] == 0 and losses is not None else found)
+
+
+def _row_loss_gradients(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    gradient, scores, classes = _tensors(node, 3)
+    (result,) = node.values
+    _require(len(scores.type.shape) == 2, node)
+    found = {scores: Rows(), classes: Rows(), result: Rows()}
+    return RowValues(found | ({gradient: Rows()} if gradient.type.shape else {}))
+
+
+_RULES: dict[str, Callable[[Node, Mapping[Value, Rows]], RowValues]] = {
+    "aten.mm.default": _mm,
+    "aten.addmm.default": _addmm,
+    "aten.t.default": _transposed,
+    "aten.view.default": _viewed,
+    "aten._unsafe_view.default": _viewed,
+    "aten._log_softmax.default": _along,
+    "aten._log_softmax_backward_data.default": _along,
+    "aten.sum.dim_IntList": _summed,
+    "aten.logsumexp.default": _summed,
+    "aten.nll_loss_forward.default": _row_losses,
+    "aten.nll_loss_backward.default": _row_loss_gradients,
+}

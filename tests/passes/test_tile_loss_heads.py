@@ -1,0 +1,234 @@
+"""Loss heads in tiles of rows: the same losses, sums within rounding, and no more than a tile of logits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+from torch import Tensor, nn
+from torch.nn import functional
+
+import irc
+from irc.compiler.optimize import optimize_module
+from irc.compiler.request import Request
+from irc.compiler.training import measured_peak_bytes
+from irc.frontends.torch import capture
+from irc.ir import Trait, UsageError, print_graph, verify_graph
+from irc.passes import PassManager, Program, TileLossHeads, loss_heads, parse_passes
+from irc.tools.cli import main
+
+WORDS, WIDTH = 2000, 16
+
+
+class Language(nn.Module):
+    """Words to a loss: a projection to words, perhaps in another type or capped, and its cross entropy."""
+
+    def __init__(
+        self, *, bias: bool = True, tied: bool = False, cap: float = 0.0, upcast: bool = False, **loss: Any
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        self.cap, self.upcast, self.square = cap, upcast, loss.pop("square", 0.0)
+        self.loss = loss
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.layer(self.embedding(words)).tanh())
+        if self.upcast:
+            logits = logits.float()
+        if self.cap:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **self.loss)
+        if self.square:
+            loss = loss + self.square * logits.logsumexp(-1).square().mean()
+        return loss.mean()
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "no bias": {"bias": False},
+    "bias": {},
+    "padding": {"ignore_index": 0},
+    "smoothing": {"label_smoothing": 0.1},
+    "sum": {"reduction": "sum"},
+    "each": {"reduction": "none"},
+    "cap": {"cap": 30.0},
+    "square": {"square": 1e-4},
+    "tied": {"tied": True, "bias": False},
+    "upcast": {"upcast": True},
+}
+
+
+def batch(rows: int = 4, length: int = 32) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, WORDS, (rows, length))
+    labels[0, : length // 2] = -100
+    labels[-1, -1] = 0
+    return torch.randint(0, WORDS, (rows, length)), labels.clamp_min(-100)
+
+
+def gradients(module: nn.Module, *args: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    module.zero_grad()
+    loss = module(*args)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def in_tiles(module: nn.Module, args: tuple[Tensor, ...], tiles: int) -> Program:
+    return PassManager([TileLossHeads(tiles)]).run(Program(capture(module, args).graph))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_in_tiles_trains_as_the_whole_one(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("irc.compiler.tiles._LEAST_BYTES", 1 << 14)
+    module, args = Language(**LOSSES[loss]), batch()
+    if loss == "padding":
+        args[1].clamp_min_(0)
+    baseline = irc.optimize(copy.deepcopy(module), args, "100%", costs="analytic").plan.baseline_peak_bytes
+    fitted = irc.optimize(copy.deepcopy(module), args, baseline * 6 // 10, costs="analytic", exact="sums")
+    (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-6)
+    (rounded,) = fitted.plan.roundings
+    summed = "embedding.weight" if loss == "tied" else "head.weight"
+    assert rounded.startswith(f"the gradient of {summed}") and "tiles of rows" in rounded
+    assert measured_peak_bytes(fitted, args, fitted.plan.static_bytes) <= fitted.plan.peak_bytes
+
+
+@pytest.mark.parametrize("tiles", [2, 3, 7, 500])
+def test_losses_have_the_same_bits(tiles: int) -> None:
+    """Each row's loss is made by the same kernels, and all are summed in the same order."""
+    module, args = Language(), batch()
+    program = f"tile-loss-heads{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
+    fitted = optimize_module(copy.deepcopy(module), args, Request.of_passes(parse_passes(program))).module
+    (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(2, 50), st.sampled_from(sorted(LOSSES)))
+@examples(20)
+def test_tiles_hold_all_rows_once(rows: int, length: int, tiles: int, loss: str) -> None:
+    module, args = Language(**LOSSES[loss]), batch(rows, length)
+    whole = capture(module, args).graph
+    program = in_tiles(module, args, tiles)
+    verify_graph(program.graph)
+    if rows * length < 2:
+        assert len(program.graph.nodes) == len(whole.nodes)
+        return
+    (head,) = loss_heads(whole)
+    logits = [n.values[0].type.shape for n in program.graph.nodes if n.op == "aten._log_softmax.default"]
+    assert head.rows == rows * length == sum(shape[0] for shape in logits)
+    length = -(-head.rows // min(tiles, head.rows))
+    assert len(logits) <= tiles and max(shape[0] for shape in logits) == length
+    largest = max(s.nbytes for s in program.graph.storages) // 4
+    assert largest <= max(WORDS * WIDTH, WORDS * length)
+    sums = [n for n in program.graph.nodes if Trait.EFFECT in n.traits]
+    assert all(node.operands[0].storage is node.values[0].storage for node in sums)
+
+
+class Whole(nn.Module):
+    """A head whose logits are needed as a whole, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.head(x)
+        if self.way == "mixed":
+            logits = logits - logits.mean(0, keepdim=True)
+        if self.way == "sorted":
+            logits = logits.sort(0).values
+        weight = torch.ones(WORDS) if self.way == "weights" else None
+        loss = functional.cross_entropy(logits, labels, weight=weight)
+        return (loss, logits) if self.way == "output" else loss
+
+
+@pytest.mark.parametrize("way", ["mixed", "sorted", "weights", "output"])
+def test_heads_that_need_all_rows_stay_whole(way: str) -> None:
+    args = torch.randn(8, WIDTH), torch.randint(0, WORDS, (8,))
+    graph = capture(Whole(way), args, loss=lambda out: out[0] if way == "output" else out).graph
+    assert not loss_heads(graph)
+    assert PassManager([TileLossHeads(2)]).run(Program(graph)).graph is graph
+
+
+def test_heads_are_whole_unless_sums_may_differ() -> None:
+    module, args = Language(), batch()
+    plan = irc.optimize(module, args, "100%", costs="analytic").plan
+    assert not plan.roundings
+    with pytest.raises(UsageError, match=r"IRC406.*exact is 'all'"):
+        irc.optimize(module, args, "100%", exact="all")
+    with pytest.raises(UsageError, match=r"IRC413.*1 tiles divide nothing"):
+        TileLossHeads(1).run(Program(capture(module, args).graph))
+
+
+def test_a_head_in_tiles_reads_as_text() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return functional.cross_entropy(functional.linear(x, self.weight), labels)
+
+    args = torch.randn(3, 2, requires_grad=True), torch.randint(0, 5, (3,))
+    text = print_graph(in_tiles(Small(), args, 2).graph)
+    lines = [line.partition(" -> ")[0].strip() for line in text.splitlines() if "aten." in line]
+    assert [line for line in lines if "mm" in line or "cat" in line] == GOLDEN.strip().splitlines()
+
+
+GOLDEN = """
+mm_tile0 = aten.mm.default(%primals_2_tile0, %t)
+_log_softmax_tile0 = aten._log_softmax.default(%mm_tile0, 1, false)
+mm_tile1 = aten.mm.default(%primals_2_tile1, %t)
+_log_softmax_tile1 = aten._log_softmax.default(%mm_tile1, 1, false)
+nll_loss_forward_rows = aten.cat.default((%nll_loss_forward.0_tile0, %nll_loss_forward.0_tile1), 0)
+mm_1_tile1 = aten.mm.default(%t_1_tile1, %primals_2_tile1)
+mm_2_tile1 = aten.mm.default(%_log_softmax_backward_data_tile1, %t_3)
+mm_1_tile0 = aten.addmm_.default(%mm_1_tile1, %t_1_tile0, %primals_2_tile0)
+mm_2_tile0 = aten.mm.default(%_log_softmax_backward_data_tile0, %t_3)
+mm_2 = aten.cat.default((%mm_2_tile0, %mm_2_tile1), 0)
+t_2 = aten.t.default(%mm_1)
+"""
+
+
+def test_a_written_plan_with_tiles_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models.py").write_text(FACTORY)
+    folder = tmp_path / "plan"
+    command = ["optimize", f"{tmp_path}/models.py:language", "--budget", "60%", "--costs", "analytic"]
+    assert main([*command, "--exact", "sums", "-o", str(folder)]) == 0
+    assert "tiles of rows" in capsys.readouterr().out
+    assert main(["run", str(folder), "--check", "--trust"]) == 0
+    assert main([*command, "--exact", "sums", "--passes", "plan-memory{budget=60%}"]) == 2
+    assert main([*command, "--exact", "sums", "--stages", "2", "--micro-batches", "2"]) == 2
+
+
+FACTORY = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20000, 16)
+        self.head = nn.Linear(16, 20000)
+
+    def forward(self, words, labels):
+        return functional.cross_entropy(self.head(self.embedding(words)), labels)
+
+
+def language():
+    torch.manual_seed(0)
+    return Language(), (torch.randint(0, 20000, (256,)), torch.randint(0, 20000, (256,)))
+"""

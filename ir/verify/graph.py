@@ -35,9 +35,9 @@ def verify_graph(graph: Graph) -> None:
             written; IRC112 a value is written twice; IRC113 a value does not fit its storage; IRC114 forward
             depends on backward; IRC115 a view allocates; IRC116 an operation that is not a view returns
             an alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect
-            writes no parameter, buffer, input, constant or what backward makes; IRC133 a gradient is released wrongly, or
-            the reserved bytes are not those of what is released; IRC134 a parameter is read after its
-            gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
+            writes no parameter, buffer, input, constant or what backward makes; IRC133 a gradient is released
+            wrongly, or the reserved bytes are not those of what is released; IRC134 a parameter is read after
+            its gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
             pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
             begins from; IRC550 an annotation is out of place; IRC566 the number of
             forwards in flight is less than one, or does not fit the graph.

@@ -11,8 +11,9 @@ from ..passes import Program, loss_heads
 
 __all__ = ["tiles_of", "whole_or_tiled"]
 
-_TIMES_MORE = 4
-"""How many times more tiles each attempt has than the one before."""
+_FEWEST = 4
+_TIMES_MORE = 2
+"""The fewest tiles, and how many times more each attempt has than the one before."""
 
 _LEAST_BYTES = 1 << 20
 """Logits of a tile are not made smaller than this: the calls of operations would take the time."""
@@ -23,7 +24,7 @@ def tiles_of(graph: Graph) -> Iterator[int]:
     heads = loss_heads(graph)
     rows = max((head.rows for head in heads), default=0)
     logits_bytes = max((head.logits_bytes for head in heads), default=0)
-    tiles = _TIMES_MORE
+    tiles = _FEWEST
     while tiles <= rows and tiles * _LEAST_BYTES <= logits_bytes:
         yield tiles
         tiles *= _TIMES_MORE

@@ -73,14 +73,17 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any], str]] = {
 }
 
 
+BUDGET_BYTES = 150_000
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_largest_size_runs_and_one_more_is_refused(name: str) -> None:
     model, args, kwargs, axis = CASES[name]
     found = irc.max_batch(
-        model, args, 400_000, axis=axis, example_kwargs=kwargs, costs="cpu", time_limit=1, measure=True
+        model, args, BUDGET_BYTES, axis=axis, example_kwargs=kwargs, costs="cpu", time_limit=1, measure=True
     )
     assert found.size > 0 and found.plan is not None
-    assert found.plan.peak_bytes <= found.budget_bytes == 400_000
+    assert found.plan.peak_bytes <= found.budget_bytes == BUDGET_BYTES
     assert found.holds and found.measured_peak_bytes is not None
     assert found.measured_peak_bytes <= found.plan.peak_bytes
     tried = {trial.size: trial for trial in found.trials}
@@ -88,7 +91,9 @@ def test_the_largest_size_runs_and_one_more_is_refused(name: str) -> None:
     shape = list(args[0].shape)
     shape[0 if axis == "batch" else 1] = found.size + 1
     with pytest.raises(BudgetError):
-        irc.optimize(model, torch.randn(shape), 400_000, example_kwargs=kwargs, costs="cpu", time_limit=1)
+        irc.optimize(
+            model, torch.randn(shape), BUDGET_BYTES, example_kwargs=kwargs, costs="cpu", time_limit=1
+        )
     assert f"largest {axis}" in found.summary() and "none fits" in found.summary()
     assert found.to_json()["size"] == found.size
 

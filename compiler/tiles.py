@@ -15,6 +15,12 @@ _FEWEST = 4
 _TIMES_MORE = 2
 """The fewest tiles, and how many times more each attempt has than the one before."""
 
+_MOST_IN_16_BITS = 16
+"""The most tiles whose sum is rounded to 16 bits at each of them.
+
+The gradient of a head in bfloat16 is off from that in float64 by .3% whole, .5% of 16 tiles, 15% of 512.
+"""
+
 _LEAST_BYTES = 1 << 20
 """Logits of a tile are not made smaller than this: the calls of operations would take the time."""
 
@@ -24,8 +30,9 @@ def tiles_of(graph: Graph) -> Iterator[int]:
     heads = loss_heads(graph)
     rows = max((head.rows for head in heads), default=0)
     logits_bytes = max((head.logits_bytes for head in heads), default=0)
+    most = min(rows, _MOST_IN_16_BITS) if any(head.sums_in_16_bits for head in heads) else rows
     tiles = _FEWEST
-    while tiles <= rows and tiles * _LEAST_BYTES <= logits_bytes:
+    while tiles <= most and tiles * _LEAST_BYTES <= logits_bytes:
         yield tiles
         tiles *= _TIMES_MORE
 

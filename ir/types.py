@@ -76,6 +76,11 @@ class TensorType:
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.numel == 0 or (span == self.numel and min(self.strides, default=1) >= 0)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is row-major."""
+        return self == TensorType.contiguous(self.shape, self.dtype, self.device)
+
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: DType, device: str = "cpu") -> TensorType:
         """The type of a row-major tensor."""

@@ -28,6 +28,7 @@ class Machine:
         capacity_bytes: The memory of the device; 0 if it is unknown.
         tiers: The tiers that storages can be copied to, each under another name.
         half_flops: The same in 16 bits, by matrix units; 0 if it has none: then they are those in 32 bits.
+        product_workspace_bytes: The most that a product of matrices takes for itself; 0 if it may copy them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Machine:
     capacity_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
     half_flops: float = 0.0
+    product_workspace_bytes: int = 0
 
     def seconds(self, flops: float, nbytes: int, *, is_half: bool = False) -> float:
         """The time of an operation that computes `flops`, in 16 bits if it `is_half`, and moves `nbytes`."""
@@ -53,7 +55,7 @@ class Machine:
             "format": FORMAT,
             "name": self.name,
             "flops_per_second": self.flops,
-            **({"half_flops_per_second": self.half_flops} if self.half_flops else {}),
+            **{key: getattr(self, name) for key, name in _OPTIONAL_FIELDS.items() if getattr(self, name)},
             "memory_bytes_per_second": self.bandwidth_bytes,
             "launch_seconds": self.launch_seconds,
             "capacity_bytes": self.capacity_bytes,
@@ -80,8 +82,8 @@ class Machine:
             )
         entries = cast("dict[str, Any]", data)
         rows = {key: entry for key, entry in entries.items() if key not in ("format", "measured")}
-        half_flops = rows.pop(_HALF_FLOPS, 0.0)
-        _check({_HALF_FLOPS: half_flops}, {_HALF_FLOPS: _Entry(float)}, source)
+        more = {key: rows.pop(key, 0) for key in _OPTIONAL}
+        _check(more, _OPTIONAL, source)
         _check(rows, _MACHINE, source)
         if not rows["name"].isprintable() or len(rows["name"]) > _LONGEST_NAME:
             raise UsageError(
@@ -114,7 +116,7 @@ class Machine:
             launch_seconds=float(rows["launch_seconds"]),
             capacity_bytes=rows["capacity_bytes"],
             tiers=tuple(tiers),
-            half_flops=float(half_flops),
+            **{_OPTIONAL_FIELDS[key]: _OPTIONAL[key].read(entry) for key, entry in more.items()},
         )
 
 
@@ -157,9 +159,6 @@ class _Entry:
 
 
 _LONGEST_NAME = 64
-_HALF_FLOPS = "half_flops_per_second"
-"""The entry that may be missing."""
-
 _RATE = _Entry(float, least=1e-6, is_above=True)
 _SECONDS = _Entry(float, most=1e6)
 _MACHINE: Mapping[str, _Entry] = {
@@ -169,6 +168,16 @@ _MACHINE: Mapping[str, _Entry] = {
     "launch_seconds": _SECONDS,
     "capacity_bytes": _Entry(int),
     "tiers": _Entry(list),
+}
+_OPTIONAL: Mapping[str, _Entry] = {
+    "half_flops_per_second": _Entry(float),
+    "product_workspace_bytes": _Entry(int),
+}
+"""Entries that may be missing, which is the same as 0."""
+
+_OPTIONAL_FIELDS = {
+    "half_flops_per_second": "half_flops",
+    "product_workspace_bytes": "product_workspace_bytes",
 }
 _TIER: Mapping[str, _Entry] = {
     "name": _Entry(str),
@@ -225,21 +234,68 @@ def _pcie(capacity_bytes: int, bytes_per_second: float) -> Tier:
     return Tier("host", capacity_bytes, bytes_per_second, bytes_per_second, 1e-5)
 
 
+_CUBLAS_BYTES = 8_519_680
+_CUBLAS_BYTES_OF_HOPPER = 32 << 20
+"""The workspaces that torch gives to cuBLAS."""
+
 _DESCRIBED: Sequence[Machine] = (
     Machine("cpu", 60e9, 8e9, 5e-6, 0, (_nvme(200 << 30, 1.0e9, 2.0e9),)),
-    Machine("gtx1080", 7.1e12, 256e9, 5e-6, 8 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))),
     Machine(
-        "gtx1080ti", 9.1e12, 387e9, 5e-6, 11 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))
-    ),
-    Machine("p40", 9.4e12, 277e9, 5e-6, 24 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))),
-    Machine(
-        "v100", 12.5e12, 720e9, 5e-6, 16 << 30, (_pcie(64 << 30, 12e9), _nvme(1 << 40, 1.5e9, 2.8e9)), 100e12
-    ),
-    Machine(
-        "a100", 15e12, 1.3e12, 5e-6, 40 << 30, (_pcie(128 << 30, 24e9), _nvme(2 << 40, 3.0e9, 5.5e9)), 250e12
+        "gtx1080",
+        7.1e12,
+        256e9,
+        5e-6,
+        8 << 30,
+        (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9)),
+        product_workspace_bytes=_CUBLAS_BYTES,
     ),
     Machine(
-        "h100", 40e12, 2.6e12, 4e-6, 80 << 30, (_pcie(256 << 30, 50e9), _nvme(4 << 40, 3.0e9, 5.5e9)), 600e12
+        "gtx1080ti",
+        9.1e12,
+        387e9,
+        5e-6,
+        11 << 30,
+        (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9)),
+        product_workspace_bytes=_CUBLAS_BYTES,
+    ),
+    Machine(
+        "p40",
+        9.4e12,
+        277e9,
+        5e-6,
+        24 << 30,
+        (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9)),
+        product_workspace_bytes=_CUBLAS_BYTES,
+    ),
+    Machine(
+        "v100",
+        12.5e12,
+        720e9,
+        5e-6,
+        16 << 30,
+        (_pcie(64 << 30, 12e9), _nvme(1 << 40, 1.5e9, 2.8e9)),
+        half_flops=100e12,
+        product_workspace_bytes=_CUBLAS_BYTES,
+    ),
+    Machine(
+        "a100",
+        15e12,
+        1.3e12,
+        5e-6,
+        40 << 30,
+        (_pcie(128 << 30, 24e9), _nvme(2 << 40, 3.0e9, 5.5e9)),
+        half_flops=250e12,
+        product_workspace_bytes=_CUBLAS_BYTES,
+    ),
+    Machine(
+        "h100",
+        40e12,
+        2.6e12,
+        4e-6,
+        80 << 30,
+        (_pcie(256 << 30, 50e9), _nvme(4 << 40, 3.0e9, 5.5e9)),
+        half_flops=600e12,
+        product_workspace_bytes=_CUBLAS_BYTES_OF_HOPPER,
     ),
 )
 
@@ -249,7 +305,8 @@ MACHINES = {machine.name: machine for machine in _DESCRIBED}
 Operations and bytes a second are about 0.8 of the data sheets of the accelerators: 8.87 TFLOP/s and 320 GB/s
 (GTX 1080), 11.34 and 484 (GTX 1080 Ti), 11.76 and 346 (Tesla P40), 15.7 and 900 (V100), 19.5 and 1555 (A100
 with 40 GB), 51 and 3350 (H100); in 16 bits, with matrix units, 125 (V100), 312 (A100) and 756 (H100). The
-device's capacity is the data sheet's; what the driver keeps comes off.
+device's capacity is the data sheet's; what the driver keeps comes off. Products take the workspace that torch
+gives to cuBLAS, 2 times 4 MiB and 8 times 16 KiB, or 8 times 4 MiB on Hopper: it is counted at each product.
 
 `host` is pinned memory behind PCIe with 16 lanes: 15.8, 31.5 and 63 GB/s each way in generations 3, 4 and 5,
 of which about 0.78 arrive (bandwidthTest of the CUDA samples shows 12 to 13 GB/s in generation 3). The two

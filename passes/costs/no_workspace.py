@@ -6,7 +6,7 @@ import torch
 
 from ...ir import DType, Node, TensorType, Value
 
-__all__ = ["takes_none"]
+__all__ = ["is_plain_product", "takes_none"]
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
@@ -18,14 +18,18 @@ def takes_none(node: Node) -> bool:
     with a vector as bias if there is one: torch hands such matrices, and the result, to MKL as they are. It
     copies others first. What MKL takes for itself does not come from torch's allocator.
     """
-    if node.op not in _PRODUCTS or not torch.backends.mkl.is_available() or not _is_exact():
+    if not torch.backends.mkl.is_available() or not _is_exact() or not is_plain_product(node):
+        return False
+    operands = [value.type for value in node.arguments if isinstance(value, Value)]
+    return all(type.device == "cpu" and type.dtype is DType.FLOAT32 for type in operands)
+
+
+def is_plain_product(node: Node) -> bool:
+    """Whether it is a product of matrices that BLAS reads as they lie, with or without a vector as bias."""
+    if node.op not in _PRODUCTS:
         return False
     *biases, left, right = (value.type for value in node.arguments if isinstance(value, Value))
-    return (
-        all(len(bias.shape) == 1 for bias in biases)
-        and all(map(_is_plain, (left, right)))
-        and all(type.dtype is DType.FLOAT32 for type in (*biases, left, right))
-    )
+    return all(len(bias.shape) == 1 for bias in biases) and all(map(_is_plain, (left, right)))
 
 
 def _is_exact() -> bool:
@@ -37,8 +41,8 @@ def _is_exact() -> bool:
 
 
 def _is_plain(type: TensorType) -> bool:
-    """Whether a matrix of a processor's lies row by row or column by column, without gaps."""
-    if type.device != "cpu" or type.numel == 0 or len(type.shape) != 2:
+    """Whether a matrix lies row by row or column by column, without gaps."""
+    if type.numel == 0 or len(type.shape) != 2:
         return False
     rows, columns = type.shape
     return type.strides in ((columns, 1), (1, rows))

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ...ir import GENERATOR_STATE, Argument, DType, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
+from .no_workspace import is_plain_product
 
 __all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
 
@@ -85,10 +86,10 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     results. The workspace bound is one reordered copy of each operand and each result, for the operations
     whose kernels are known to reorder (convolutions, attention, matrix products, interpolation); the others
     need no more than their largest tensor. Copies for a convolution have their channels rounded up to whole
-    blocks, in each group. The bound is proved for no operation; none of 149 models exceeds it. Exchanges of
-    pipeline stages cost nothing here (see `ir.pipeline.timing`). Accumulating a gradient needs no workspace.
-    The step of an optimizer reads and writes its state once, and its workspace is the one that its node was
-    given.
+    blocks, in each group. A product takes no more than the machine says, and rows are read from a table where
+    they lie. The bound is proved for no operation; none of 149 models exceeds it. Exchanges of pipeline
+    stages cost nothing here (see `ir.pipeline.timing`). Accumulating a gradient needs no workspace. The step
+    of an optimizer reads and writes its state once, and its workspace is the one that its node was given.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
@@ -104,7 +105,7 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
                 flops[key] = _flops(node)
             is_half = any(value.type.dtype in _HALF for value in node.values)
             seconds[node] = machine.seconds(flops[key], moved, is_half=is_half)
-            workspace[node] = _workspace_bound(node, moved)
+            workspace[node] = _workspace_bound(node, moved, machine)
         else:
             step = StepCost.of(node)
             written = node.operands[0].type.nbytes
@@ -128,12 +129,13 @@ _REORDERING = (
     "upsample",
     "binary_cross_entropy",
 )
+_LOOKUP = "aten.embedding.default"
 _SCRATCH_BYTES = 1 << 16
 _CONVOLUTION_COPIES = 2
 _CHANNEL_BLOCK = 16
 
 
-def _workspace_bound(node: Node, moved_bytes: int) -> int:
+def _workspace_bound(node: Node, moved_bytes: int, machine: Machine) -> int:
     if node.op == GENERATOR_STATE:
         return 0
     if "convolution" in node.op:
@@ -143,8 +145,11 @@ def _workspace_bound(node: Node, moved_bytes: int) -> int:
             _blocked_bytes(v.type, groups if v is weight else 0) for v in (*node.operands, *node.values)
         )
         return _CONVOLUTION_COPIES * blocked_bytes + _SCRATCH_BYTES
+    if node.op == _LOOKUP and node.operands[0].type.is_contiguous:
+        return moved_bytes - node.operands[0].type.nbytes + _SCRATCH_BYTES
     if any(part in node.op for part in _REORDERING):
-        return moved_bytes + _SCRATCH_BYTES
+        bound = moved_bytes + _SCRATCH_BYTES
+        return min(bound, machine.product_workspace_bytes or bound) if is_plain_product(node) else bound
     largest = max((value.type.nbytes for value in (*node.operands, *node.values)), default=0)
     return largest + _SCRATCH_BYTES
 

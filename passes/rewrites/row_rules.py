@@ -9,7 +9,7 @@ from typing import cast
 
 from ...ir import Node, Value
 
-__all__ = ["RowValues", "Rows", "UntileableError", "rows_through"]
+__all__ = ["DIMS", "RowValues", "Rows", "UntileableError", "rows_through"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,7 @@ def _along(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     values = (*node.operands, *node.values)
     rows = next(known[value] for value in values if value in known)
     shape = node.values[0].type.shape
-    dims = [argument for argument in node.arguments if type(argument) is int]
-    _require(len(dims) == 1 and dims[0] in (-1, len(shape) - 1), node)
+    _require(node.arguments[DIMS[node.op]] in (-1, len(shape) - 1), node)
     _require(rows.axis == 0 and rows.count == len(shape) - 1, node)
     _require(all(value.type.shape == shape for value in values), node)
     return RowValues(dict.fromkeys(values, rows))
@@ -218,6 +217,14 @@ def _row_loss_gradients(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     found = {scores: Rows(), classes: Rows(), result: Rows()}
     return RowValues(found | ({gradient: Rows()} if gradient.type.shape else {}))
 
+
+DIMS = {
+    "aten._log_softmax.default": 1,
+    "aten._log_softmax_backward_data.default": 2,
+    "aten.sum.dim_IntList": 1,
+    "aten.logsumexp.default": 1,
+}
+"""The arguments that name dimensions of the first operand, by operation."""
 
 _RULES: dict[str, Callable[[Node, Mapping[Value, Rows]], RowValues]] = {
     "aten.mm.default": _mm,

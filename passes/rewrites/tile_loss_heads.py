@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ...ir import (
     Argument,
@@ -20,7 +20,7 @@ from ...ir import (
     allocation_bytes,
 )
 from ..program import Program
-from .row_rules import Rows, RowValues, UntileableError, rows_through
+from .row_rules import DIMS, Rows, RowValues, UntileableError, rows_through
 
 __all__ = ["LossHead", "TileLossHeads", "loss_heads"]
 
@@ -130,6 +130,12 @@ class LossHead:
     logits_bytes: int
     nodes: Mapping[Node, RowValues]
 
+    @property
+    def sums_in_16_bits(self) -> bool:
+        """Whether a sum over the tiles is rounded to 16 bits at each of them."""
+        sums = (value for its in self.nodes.values() for value in its.sums)
+        return any(value.type.dtype.itemsize < DType.FLOAT32.itemsize for value in sums)
+
     def half(self, region: Region) -> list[Node]:
         """The nodes of forward, or of backward."""
         return [node for node in self.nodes if node.region is region]
@@ -191,17 +197,22 @@ def _around(graph: Graph) -> dict[Storage, list[Node]]:
 def _is_separable(graph: Graph, head: LossHead) -> bool:
     """Whether the tiles can run one after the other, and nothing else needs the logits."""
     makers = {value: node for node in head.nodes for value in node.values}
+    sums = {value for its in head.nodes.values() for value in its.sums}
     for node, its in head.nodes.items():
+        if not sums.isdisjoint(its.rows):
+            return False  # read by rows, before all tiles have run
         for value in node.operands:
             maker = makers.get(value)
             if maker is None:
-                if its.rows.get(value, Rows()).count > 1 and not _is_contiguous(value):
+                if its.rows.get(value, Rows()).count > 1 and not value.type.is_contiguous:
                     return False
             elif value not in its.rows and (node.region, maker.region) != (Region.BACKWARD, Region.FORWARD):
                 return False  # read whole, before all tiles have run
         if its.sums and (node.op not in _ADD_IN_PLACE or node.region is Region.FORWARD):
             return False
-        if not node.is_view and not all(value in its.sums or _is_contiguous(value) for value in node.values):
+        if not node.is_view and not all(
+            value in its.sums or value.type.is_contiguous for value in node.values
+        ):
             return False
     needed = _needed(graph, head)
     if any(
@@ -209,10 +220,6 @@ def _is_separable(graph: Graph, head: LossHead) -> bool:
     ):
         return False
     return all(map(head.half, Region)) and _order(graph, head) is not None
-
-
-def _is_contiguous(value: Value) -> bool:
-    return value.type == TensorType.contiguous(value.type.shape, value.type.dtype, value.type.device)
 
 
 def _needed(graph: Graph, head: LossHead) -> list[tuple[Value, Node, RowValues]]:
@@ -230,26 +237,33 @@ def _order(graph: Graph, head: LossHead) -> list[Node | Region] | None:
     makers = {value: node for node in graph.nodes for value in node.values}
     halves = {region: dict.fromkeys(head.half(region)) for region in Region}
     done: dict[Node | Region, None] = {}
-    begun: set[Region] = set()
+    begun: dict[Node | Region, Iterator[Node | Region]] = {}
 
-    def place(node: Node) -> bool:
-        region = node.region if node in head.nodes else None
-        if (node if region is None else region) in done:
-            return True
-        if region in begun:
-            return False  # it needs, by others, what it makes
-        if region is not None:
-            begun.add(region)
-        needing = [node] if region is None else halves[region]
-        before = dict.fromkeys(makers[v] for n in needing for v in n.operands if v in makers)
-        if not all(place(n) for n in before if n not in needing):
-            return False
-        if begun - done.keys() and region is None and node.traits - {Trait.VIEW}:
-            return False
-        done[node if region is None else region] = None
-        return True
+    def what(node: Node) -> Node | Region:
+        return node.region if node in head.nodes else node
 
-    return list(done) if all(map(place, graph.nodes)) else None
+    def before(each: Node | Region) -> Iterator[Node | Region]:
+        nodes = halves[each] if isinstance(each, Region) else (each,)
+        needed = (what(makers[v]) for node in nodes for v in node.operands if v in makers)
+        return (other for other in dict.fromkeys(needed) if other is not each)
+
+    for node in graph.nodes:
+        begun[what(node)] = before(what(node))
+        while begun:
+            each = next(reversed(begun))
+            other = None if each in done else next((n for n in begun[each] if n not in done), None)
+            if other is None:
+                del begun[each]
+                done[each] = None
+            elif other in begun or (
+                isinstance(other, Node)
+                and other.traits - {Trait.VIEW}
+                and any(isinstance(n, Region) for n in begun)
+            ):
+                return None  # it needs, by others, what it makes; or one that keeps its place comes before
+            else:
+                begun[other] = before(other)
+    return list(done)
 
 
 # ---------------------------------------------------------------------- tiles
@@ -316,7 +330,7 @@ class _Tiling:
             part = self._part(operand, its.rows[operand], tile, node)
             parts[result] = self._transposed(part, node, tile) if node.op == _TRANSPOSE else part
             return
-        arguments = tuple(self._argument(argument, its, tile, node) for argument in node.arguments)
+        arguments = tuple(self._argument(argument, its, tile, node) for argument in _from_the_last(node))
         keywords = tuple((key, self._argument(a, its, tile, node)) for key, a in node.keywords)
         name = self._of_node(f"{node.name}_tile{tile}")
         own = replace(node, name=name, arguments=arguments, keywords=keywords)
@@ -472,6 +486,18 @@ class _Tiling:
     def _unused(self, name: str) -> str:
         """A name for a value, and for its storage."""
         return _unused(name, self.names)
+
+
+def _from_the_last(node: Node) -> tuple[Argument, ...]:
+    """The arguments, with dimensions counted from the last one, since a tile has its rows in one."""
+    arguments = list(node.arguments)
+    if node.op in DIMS:
+        dims, rank = arguments[DIMS[node.op]], len(node.operands[0].type.shape)
+        if isinstance(dims, tuple):
+            arguments[DIMS[node.op]] = tuple(cast(int, dim) % rank - rank for dim in dims)
+        else:
+            arguments[DIMS[node.op]] = cast(int, dims) % rank - rank
+    return tuple(arguments)
 
 
 def _unused(name: str, taken: set[str]) -> str:

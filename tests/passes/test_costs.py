@@ -159,6 +159,27 @@ def test_a_matrix_product_takes_the_time_of_its_operations_or_of_its_bytes() -> 
     assert analytic_costs(graph, moving).seconds[node] == pytest.approx(1e-6 + nbytes / 1e9)
 
 
+def test_a_product_takes_what_the_machine_says_and_a_lookup_copies_no_table() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(5000, 64), nn.Linear(64, 2048)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.layer(self.table(words))
+
+    graph = capture(Words(), (torch.randint(0, 5000, (4, 512)),)).graph
+    copying = Machine("copying", 1e12, 1e12, 1e-6)
+    plain = replace(copying, product_workspace_bytes=1 << 20)
+    by_op = [
+        {node.op: nbytes for node, nbytes in analytic_costs(graph, machine).workspace_bytes.items()}
+        for machine in (copying, plain)
+    ]
+    for op in ("aten.mm.default", "aten.addmm.default"):
+        assert by_op[0][op] > by_op[1][op] == 1 << 20
+    assert all(costs["aten.embedding.default"] < 5000 * 64 * 4 for costs in by_op)
+
+
 @pytest.mark.default
 @pytest.mark.parametrize("name", _small_models())
 def test_the_workspace_bound_is_not_below_the_measurement(name: str) -> None:

@@ -26,8 +26,8 @@ def machines() -> st.SearchStrategy[Machine]:
         lambda tiers: tuple(replace(tier, name=f"tier {k}") for k, tier in enumerate(tiers))
     )
     names = st.text(min_size=1, max_size=64).filter(str.isprintable)
-    capacities, half_flops = st.integers(0, 1 << 50), st.just(0.0) | RATES
-    return st.builds(Machine, names, RATES, RATES, st.floats(0, 1), capacities, several, half_flops)
+    sizes, half_flops = st.integers(0, 1 << 50), st.just(0.0) | RATES
+    return st.builds(Machine, names, RATES, RATES, st.floats(0, 1), sizes, several, half_flops, sizes)
 
 
 @given(machines())
@@ -131,6 +131,8 @@ def test_entries_that_are_missing_or_unknown_are_refused(tmp_path: Path) -> None
         (described(half_flops_per_second=-1), "a number not below 0"),
         (described(half_flops_per_second=1e31), "a number not below 0, at most 1e+30"),
         (described(half_flops_per_second="6e14"), "a number not below 0"),
+        (described(product_workspace_bytes=-1), "a whole number not below 0"),
+        (described(product_workspace_bytes=8.5e6), "a whole number not below 0"),
         (described(name="\x1b[31mred"), "that can be printed"),
         (described(memory_bytes_per_second="8e9"), "a number above 1e-06, at most 1e+30"),
         (described(flops_per_second=float("inf")), "a number above 1e-06, at most 1e+30"),

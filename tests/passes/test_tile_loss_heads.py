@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 import irc
 from irc.compiler.optimize import optimize_module
 from irc.compiler.request import Request
+from irc.compiler.tiles import tiles_of
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import Trait, UsageError, print_graph, verify_graph
@@ -161,6 +163,76 @@ def test_heads_that_need_all_rows_stay_whole(way: str) -> None:
     assert PassManager([TileLossHeads(2)]).run(Program(graph)).graph is graph
 
 
+class Named(nn.Module):
+    """A loss whose classes are the last of three dimensions, named by its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = torch.log_softmax(self.head(x), dim=2)
+        return functional.nll_loss(scores.flatten(0, 1), labels.flatten())
+
+
+class Scores(nn.Module):
+    """Scores of rows by a table that is made in the step, with as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(x @ self.table(x).T, labels)
+
+
+class Recurrent(nn.Module):
+    """A head above many steps, one after the other."""
+
+    def __init__(self, *, steps: int = 0, words: int = WORDS, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.steps = steps
+        self.head = nn.Linear(WIDTH, words, dtype=dtype)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            x = x.tanh()
+        return functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("tiles", [2, 5])
+def test_a_dimension_is_named_from_either_end(tiles: int) -> None:
+    module, args = Named(), (torch.randn(2, 5, WIDTH), torch.randint(0, WORDS, (2, 5)))
+    program = f"tile-loss-heads{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
+    assert loss_heads(capture(module, args).graph)
+    fitted = optimize_module(copy.deepcopy(module), args, Request.of_passes(parse_passes(program))).module
+    (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [WIDTH, WIDTH + 1])
+def test_a_sum_over_tiles_is_read_by_none_of_them(rows: int) -> None:
+    args = torch.randn(rows, WIDTH), torch.randint(0, rows, (rows,))
+    program = in_tiles(Scores(), args, 4)
+    verify_graph(program.graph)
+
+
+def test_a_head_above_a_long_trunk_is_tiled() -> None:
+    args = torch.randn(8, WIDTH), torch.randint(0, WORDS, (8,))
+    graph = capture(Recurrent(steps=500), args).graph
+    assert len(loss_heads(graph)) == 1 and len(graph.nodes) > sys.getrecursionlimit() / 2
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 16), (torch.float32, 32)])
+def test_sums_in_16_bits_are_of_few_tiles(
+    dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("irc.compiler.tiles._LEAST_BYTES", 1)
+    args = torch.randn(32, WIDTH, dtype=dtype), torch.randint(0, WORDS, (32,))
+    assert max(tiles_of(capture(Recurrent(dtype=dtype), args).graph)) == most
+
+
 def test_heads_are_whole_unless_sums_may_differ() -> None:
     module, args = Language(), batch()
     plan = irc.optimize(module, args, "100%", costs="analytic").plan
@@ -188,9 +260,9 @@ def test_a_head_in_tiles_reads_as_text() -> None:
 
 GOLDEN = """
 mm_tile0 = aten.mm.default(%primals_2_tile0, %t)
-_log_softmax_tile0 = aten._log_softmax.default(%mm_tile0, 1, false)
+_log_softmax_tile0 = aten._log_softmax.default(%mm_tile0, -1, false)
 mm_tile1 = aten.mm.default(%primals_2_tile1, %t)
-_log_softmax_tile1 = aten._log_softmax.default(%mm_tile1, 1, false)
+_log_softmax_tile1 = aten._log_softmax.default(%mm_tile1, -1, false)
 nll_loss_forward_rows = aten.cat.default((%nll_loss_forward.0_tile0, %nll_loss_forward.0_tile1), 0)
 mm_1_tile1 = aten.mm.default(%t_1_tile1, %primals_2_tile1)
 mm_2_tile1 = aten.mm.default(%_log_softmax_backward_data_tile1, %t_3)

@@ -40,6 +40,7 @@ from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
 from ..passes.remat.reuse_schedule import reuse_schedule
 from ..torch_support.attribute_reads import Names, recording_attribute_reads
+from ..torch_support.packed_weights import packed_weights
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
 from .request import SUMS, Example, Request
@@ -213,6 +214,11 @@ def _captured(
             captured = traced()
             captured = _with_loss_of(request.example, captured, error)
     changed = {(each.module, each.name) for each in captured.signature.assignments}
+    changed |= {
+        (path.rpartition(".")[0], name)
+        for path, weight in packed_weights(module)
+        for name in weight.state_names
+    }
     return captured, readings.of(module, changed)
 
 

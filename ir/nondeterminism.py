@@ -118,7 +118,8 @@ NONDETERMINISTIC = (
 """The table. On the CPU it names the kernels that share one result among threads without an order: they are
 deterministic with one thread alone, and how many there will be is not known when a plan is made. All others
 of the CPU give each element to one thread. The kernels of accelerators add by atomics, and order equal
-elements as their threads come. Operations of other libraries than torch's own count as nondeterministic.
+elements as their threads come. Operations of other libraries than torch's own count as nondeterministic,
+but for those of `_KNOWN`.
 
 Source:
     The documentation of `torch.use_deterministic_algorithms` and `torch.topk`; aten/src/ATen/native/cpu/
@@ -126,6 +127,18 @@ Source:
 """
 
 _LIBRARIES = ("aten", "prims", "irc")
+_KNOWN = (
+    "bitsandbytes.dequantize_4bit",
+    "bitsandbytes.dequantize_blockwise",
+    "bitsandbytes.gemm_4bit",
+    "bitsandbytes.int8_scaled_mm",
+    "bitsandbytes.int8_vectorwise_quant",
+)
+"""Operations of other libraries whose numbers depend on their operands alone.
+
+Source:
+    csrc/gemm_4bit*.cu and csrc/kernels.cu of bitsandbytes 0.50: atomics are in optimizers alone.
+"""
 
 
 def nondeterminism(node: Node) -> str | None:
@@ -137,9 +150,11 @@ def nondeterminism(node: Node) -> str | None:
         node: Any node; what it draws from the generator is left aside (see `Trait.RANDOM`).
     """
     library, _, _ = node.op.partition(".")
+    name = node.op.rpartition(".")[0]
+    if name in _KNOWN:
+        return None
     if library not in _LIBRARIES:
         return f"an operation of {library}, of which nothing is known"
-    name = node.op.rpartition(".")[0]
     devices = {value.type.device.partition(":")[0] for value in (*node.operands, *node.values)}
     on_cpu = devices <= {"cpu"}
     for rule in NONDETERMINISTIC:

@@ -61,7 +61,10 @@ def add_config(command: argparse.ArgumentParser) -> None:
         help="with --config: tokens of a row (2048, or as many as the model has)",
     )
     command.add_argument(
-        "--train", metavar="WHAT", help="with --config: full (the default), or lora:r=16 for adapters alone"
+        "--train",
+        metavar="WHAT",
+        help="with --config: full (the default), lora:r=16 for adapters alone, or qlora:r=16 beside "
+        "weights in 4 bits",
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot, Symbol
 from ...ir.scalars import evaluate, leaves_of
+from ...torch_support.packed_weights import packed_weight, split_target
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
@@ -27,6 +28,7 @@ from .guards.guard_failure import (
     constant_failure,
     generators_failure,
     nesting_failure,
+    packed_failure,
     sharing_failure,
     state_failure,
     tensor_failure,
@@ -66,6 +68,10 @@ class CacheEntry:
         """The index of each argument among the inputs, and its index among the tensors of the arguments."""
         self._attributes: list[tuple[int, AttributePath, _Type]] = []
         """The index among the inputs of each tensor in an attribute of the module, and its path."""
+        self._packed: defaultdict[tuple[nn.Module, str, str], list[tuple[int, str, _Type]]] = defaultdict(
+            list
+        )
+        """The layer of each packed weight, its name there and in the module, with its parts' indices."""
         for index, static in enumerate(compiled.program.statics):
             self._inputs.append(self._add_input(index, static, module))
         leaves = enumerate(compiled.signature.leaves)
@@ -92,8 +98,12 @@ class CacheEntry:
         wanted = _type_of(static)
         match static.role:
             case InputRole.PARAMETER | InputRole.BUFFER:
-                path, _, name = static.target.rpartition(".")
+                target, part = split_target(static.target)
+                path, _, name = target.rpartition(".")
                 owner = module.get_submodule(path)
+                if part:
+                    self._packed[owner, name, target].append((index, part, wanted))
+                    return None
                 is_parameter = static.role is InputRole.PARAMETER
                 table = owner._parameters if is_parameter else owner._buffers
                 self._module_inputs.append((index, table, name, wanted))
@@ -224,8 +234,7 @@ class CacheEntry:
         for index, table, name, (shape, strides, dtype, device, requires_grad) in self._module_inputs:
             tensor = table.get(name)
             if tensor is not None and type(tensor) not in _PLAIN:
-                static = self.compiled.program.statics[index]
-                refuse_subclass(tensor, static.role.value, static.target)
+                self._check_class(index, tensor, call.root)
             if (  # `_is_of`, without a call for each parameter
                 tensor is None
                 or tensor.shape != shape
@@ -236,6 +245,8 @@ class CacheEntry:
             ):
                 return partial(self._tensor_failure, index, tensor)
             inputs[index] = tensor
+        if self._packed and (explain := self._bind_packed(inputs)) is not None:
+            return explain
         for index, argument, _ in self._arguments:
             inputs[index] = call.tensors[argument]
         if failure := self._check_sharing(inputs):
@@ -254,6 +265,25 @@ class CacheEntry:
                 return partial(self._constant_failure, call, min(leaves_of(expression)))
             inputs.append(number)
         return inputs
+
+    def _check_class(self, index: int, tensor: Tensor, root: nn.Module) -> None:
+        static = self.compiled.program.statics[index]
+        path, _, name = static.target.rpartition(".")
+        if packed_weight(root.get_submodule(path), name) is None:
+            refuse_subclass(tensor, static.role.value, static.target)
+
+    def _bind_packed(self, inputs: list[Any]) -> Explain | None:
+        """Sets the inputs that are parts of packed weights, unless those are packed in another way now."""
+        for (layer, name, target), parts in self._packed.items():
+            weight = packed_weight(layer, name)
+            if weight is None or weight.form() != self.compiled.packed_forms[target]:
+                return partial(packed_failure, target)
+            found = weight.parts()
+            for index, part, wanted in parts:
+                if not _is_of(found[part], wanted):
+                    return partial(self._tensor_failure, index, found[part])
+                inputs[index] = found[part]
+        return None
 
     def _bind_generators(self, call: CallKey) -> list[Any] | None:
         """Returns the generators of a call; None unless they are one where they were one, and several else.

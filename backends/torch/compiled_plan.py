@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ...ir import Plan, Signature
 from ...ir.scalars import Operand
 from ...torch_support.attribute_reads import Names
+from ...torch_support.packed_weights import packed_weights
 from ...torch_support.pytree import flatten
 from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
 from .guards.dynamo_call import TraceAnswers
@@ -54,6 +55,7 @@ class CompiledPlan:
         answers: The answers that capture gave to the model's code; None if they are not known.
         free: The numbers among the leaves of the arguments that decide nothing: any number of the same type
             is the planned one. The program takes their expressions after its generators.
+        packed_forms: The forms of the packed weights that it was planned for, by their names in the module.
     """
 
     program: Program
@@ -69,9 +71,10 @@ class CompiledPlan:
     generator_paths: tuple[tuple[str, AttributePath], ...] = ()
     answers: TraceAnswers | None = None
     free: FreeNumbers = NO_NUMBERS
+    packed_forms: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
-        """Returns a plan that knows which constants of the program the module holds.
+        """Returns a plan that knows which constants of the program the module holds, and its packed weights.
 
         Args:
             module: The module that was planned.
@@ -84,6 +87,7 @@ class CompiledPlan:
         return replace(
             self,
             attribute_paths={k: found[id(t)] for k, t in constants.items() if id(t) in found},
+            packed_forms={path: weight.form() for path, weight in packed_weights(module)},
             generator_paths=tuple((k, path) for k, g in generators.items() for path in places.get(id(g), ())),
         )
 

@@ -115,11 +115,11 @@ def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     if name in _ZEROS:
         return frozenset()
     if name in _OF_EITHER:
-        either = [found for k in (0, 1) if (found := _all(node.arguments[k], zero)) is not None]
+        either = [found for each in node.arguments[:2] if (found := _all(each, zero)) is not None]
         return min(either, key=len, default=None)
     is_of_first = name in _OF_FIRST or name.endswith(_BACKWARDS)
     positions = (0,) if is_of_first else _OF_ALL.get(overload)
-    if positions is None:
+    if positions is None or max(positions) >= len(node.arguments):
         return None
     found = [_all(node.arguments[position], zero) for position in positions]
     known = [each for each in found if each is not None]

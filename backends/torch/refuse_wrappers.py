@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ...ir import UnsupportedError, UsageError
+from ...torch_support.packed_weights import PACKING_LIBRARIES, packed_weights
 from ...torch_support.without_data import lacks_data
 
 __all__ = [
@@ -113,7 +114,7 @@ def refuse_cached_parametrizations(root: nn.Module) -> None:
 
 
 def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:
-    """Refuses to plan tensors that do more than hold numbers.
+    """Refuses to plan tensors that do more than hold numbers, unless they are frozen packed weights.
 
     Args:
         root: The module whose parameters and buffers are checked.
@@ -123,8 +124,10 @@ def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:
         UnsupportedError: IRC531 for a tensor of another class, such as a sharded one; IRC557 as in
             `refuse_subclass`.
     """
+    packed = {id(weight.parameter) for _, weight in packed_weights(root)}
     for name, parameter in root.named_parameters():
-        refuse_subclass(parameter, "parameter", name)
+        if id(parameter) not in packed:
+            refuse_subclass(parameter, "parameter", name)
     for name, buffer in root.named_buffers():
         refuse_subclass(buffer, "buffer", name)
     for index, tensor in enumerate(leaf for leaf in arguments if isinstance(leaf, Tensor)):
@@ -194,7 +197,9 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
             help="make it outside of inference_mode() (under no_grad(), if need be), or clone() it there",
         )
     is_plain = kind in (Tensor, nn.Parameter) or issubclass(kind, _TRACERS)
-    if is_plain or (_function(kind) in _PLAIN and _dispatch(kind) is _dispatch(Tensor)):
+    is_of_packing_library = kind.__module__.partition(".")[0] in PACKING_LIBRARIES
+    has_torchs_own = _function(kind) in _PLAIN and _dispatch(kind) is _dispatch(Tensor)
+    if is_plain or (has_torchs_own and not is_of_packing_library):
         return
     what, cure = "", "convert it to a torch.Tensor"
     if kind.__name__ == "DTensor":
@@ -203,6 +208,12 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
     elif is_lazy(tensor):
         what = ", which the first forward makes"
         cure = "call the module once on the example before irc.optimize"
+    elif is_of_packing_library:
+        what = ", which is no frozen, packed weight of a linear layer in the order for training"
+        cure = (
+            "freeze it, and pack it before irc.optimize, as moving a model to its device does; where an "
+            "evaluation on a processor orders it anew, evaluate a copy"
+        )
     raise UnsupportedError(
         "IRC531",
         f"{role} {target} is a {kind.__name__}{what}; a plan is for plain tensors",

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import UsageError
+from .four_bits import FourBitLinear
 
 __all__ = ["Lora", "add_adapters", "parse_train"]
 
 _HEADS = ("score", "classifier", "classification_head")
 """The names of the heads of classifiers, which have no weights yet: they are trained whole."""
+_KINDS = ("lora", "qlora")
+"""Adapters beside layers as they are, and beside packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +25,19 @@ class Lora:
 
     Args:
         rank: The rank of each.
+        in_four_bits: Whether the linear layers beside them are packed.
 
     Source:
-        Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021).
+        Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021); Dettmers et al., QLoRA:
+        Efficient Finetuning of Quantized LLMs (2023).
     """
 
     rank: int
+    in_four_bits: bool = False
 
 
 def parse_train(text: str) -> Lora | None:
-    """Reads what is trained: `full` for all parameters, or adapters as `lora:r=16`.
+    """Reads what is trained: `full` for all parameters, adapters as `lora:r=16`, or `qlora:r=16`.
 
     Returns:
         The adapters; None for all parameters.
@@ -42,9 +48,9 @@ def parse_train(text: str) -> Lora | None:
     if text == "full":
         return None
     kind, _, rank = text.partition(":r=")
-    if kind == "lora" and rank.isascii() and rank.isdecimal() and 0 < int(rank[:9]) < 1 << 20:
-        return Lora(int(rank))
-    raise UsageError("IRC580", f"--train {text!r} is not known", help="give full, or lora:r=16")
+    if kind in _KINDS and rank.isascii() and rank.isdecimal() and 0 < int(rank[:9]) < 1 << 20:
+        return Lora(int(rank), in_four_bits=kind == "qlora")
+    raise UsageError("IRC580", f"--train {text!r} is not known", help="give full, lora:r=16 or qlora:r=16")
 
 
 class _Adapted(nn.Module):
@@ -73,7 +79,8 @@ class _Adapted(nn.Module):
 def add_adapters(model: Any, lora: Lora, linear: tuple[type[nn.Module], ...]) -> None:
     """Freezes a model, and puts an adapter beside each of its linear layers but the last.
 
-    The heads of classifiers are trained as they are.
+    The heads of classifiers are trained as they are. Layers in 4 bits take the place of torch's own linear
+    layers, as they do in transformers.
 
     Args:
         model: The model.
@@ -89,5 +96,7 @@ def add_adapters(model: Any, lora: Lora, linear: tuple[type[nn.Module], ...]) ->
         weight: Any = module.weight
         features = weight.shape[::-1] if isinstance(module, nn.Linear) else weight.shape
         path, _, last_name = name.rpartition(".")
+        if lora.in_four_bits and isinstance(module, nn.Linear):
+            module = FourBitLinear(weight, module.bias)
         adapted = _Adapted(module, (features[0], features[1]), lora.rank, weight.dtype)
         setattr(model.get_submodule(path), last_name, adapted)

@@ -59,6 +59,7 @@ from .fixups.batch_norm import batch_norm_of_eager
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
+from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
@@ -119,12 +120,14 @@ class _Flat(nn.Module):
         tree: pytree.TreeSpec,
         leaves: list[Any],
         loss: Loss | None,
+        packed: PackedParts,
         *,
         stepwise: bool,
         time_limit: float,
     ) -> None:
         super().__init__()
         self.module = module
+        self.packed = packed
         self.tree = tree
         self.state = State(module)
         self.leaves = [self.state.generators.leaf(leaf) for leaf in leaves]
@@ -151,7 +154,8 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        with refusing_writes((args, kwargs)), self.state.generators.refusing_seeds():
+        refusing = refusing_writes((args, kwargs)), self.state.generators.refusing_seeds()
+        with refusing[0], refusing[1], self.packed.standing_in():
             return self.module.forward(*args, **kwargs)
 
     def run(self, *tensors: Tensor) -> Any:
@@ -314,11 +318,19 @@ def capture(
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
-    flat = _Flat(module, tree, leaves, loss, stepwise=stepwise, time_limit=time_limit)
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    translation = _traced(
-        flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
-    )
+    packed = PackedParts(module)
+    with packed.as_buffers():
+        flat = _Flat(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
+        modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
+        return _captured(flat, module, modes, measure, with_eager=with_eager)
+
+
+def _captured(
+    flat: _Flat, module: nn.Module, modes: Sequence[TraceMode], measure: Measure | None, *, with_eager: bool
+) -> Captured:
+    """Captures the call of a flat module."""
+    tree, tensors = flat.tree, tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
+    translation = _traced(flat, module, tensors, modes)
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train(flat, tensors)
@@ -382,6 +394,7 @@ def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> Eag
             flat.losses[0],
             static_bytes=graph.static_bytes,
             loss_bytes=(graph.loss_bytes, graph.loss_held_bytes),
+            around=flat.packed.standing_in,
         )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ def eager_memory(
     *,
     static_bytes: int,
     loss_bytes: tuple[int, int],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> EagerMemory | None:
     """Returns the memory of a step of `module`; None if it does not run on tensors without data.
 
@@ -141,11 +143,12 @@ def eager_memory(
             until backward has ended.
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
+        around: Makes a context for forward and backward, in which a checkpoint runs parts of forward again.
     """
     for kind in (_NoTensor, FakeTensor):
         try:
             with _answering(kind):
-                return _followed(call, module, tensors, loss, static_bytes, loss_bytes)
+                return _followed(call, module, tensors, loss, static_bytes, loss_bytes, around)
         except Exception:  # what the capture traces in another way may not run in this one
             continue
     return None
@@ -158,6 +161,7 @@ def _followed(
     loss: Loss | None,
     static_bytes: int,
     loss_bytes: tuple[int, int],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> EagerMemory:
     """Runs the step once."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -181,13 +185,13 @@ def _followed(
         ]
         fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state}
         given = [mode.from_tensor(tensor) for tensor in tensors]
-        leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(ForeignWrites(mode))
         stack.enter_context(PassedChecks())
         stack.enter_context(followed)
         stack.enter_context(following_states(followed))
+        stack.enter_context(around())
         result = call(*given)
         if loss is None:
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]
@@ -199,5 +203,5 @@ def _followed(
             stack.enter_context(dry_run(loss))  # until its hooks have run in backward
             roots, gradients = [loss(result)], None
         torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
-        torch.autograd.backward(roots, gradients, inputs=leaves)
+        torch.autograd.backward(roots, gradients)
     return EagerMemory(static_bytes, at_loss, followed.alive_at)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from ...ir import GENERATOR_STATE, Argument, DType, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
 from .no_workspace import is_plain_product
+from .packed_products import is_packed_product, is_unpacking, packed_product_flops, unpacked_bytes
 
 __all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
 
@@ -87,9 +88,10 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     whose kernels are known to reorder (convolutions, attention, matrix products, interpolation); the others
     need no more than their largest tensor. Copies for a convolution have their channels rounded up to whole
     blocks, in each group. A product takes no more than the machine says, and rows are read from a table where
-    they lie. The bound is proved for no operation; none of 149 models exceeds it. Exchanges of pipeline
-    stages cost nothing here (see `ir.pipeline.timing`). Accumulating a gradient needs no workspace. The step
-    of an optimizer reads and writes its state once, and its workspace is the one that its node was given.
+    they lie. A product with a packed matrix unpacks it first. The bound is proved for no operation; none
+    of 149 models exceeds it. Exchanges of pipeline stages cost nothing here (see `ir.pipeline.timing`).
+    Accumulating a gradient needs no workspace. The step of an optimizer reads and writes its state once,
+    and its workspace is the one that its node was given.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
@@ -102,7 +104,9 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
         if node.releases is None:
             key = signature(node), *(value.type.shape for value in node.values)
             if key not in flops:
-                flops[key] = _flops(node)
+                flops[key] = packed_product_flops(node) if is_packed_product(node) else _flops(node)
+            if is_packed_product(node):
+                moved += 2 * unpacked_bytes(node)  # they are written, and read
             is_half = any(value.type.dtype in _HALF for value in node.values)
             seconds[node] = machine.seconds(flops[key], moved, is_half=is_half)
             workspace[node] = _workspace_bound(node, moved, machine)
@@ -147,6 +151,11 @@ def _workspace_bound(node: Node, moved_bytes: int, machine: Machine) -> int:
         return _CONVOLUTION_COPIES * blocked_bytes + _SCRATCH_BYTES
     if node.op == _LOOKUP and node.operands[0].type.is_contiguous:
         return moved_bytes - node.operands[0].type.nbytes + _SCRATCH_BYTES
+    if is_unpacking(node):
+        return _SCRATCH_BYTES
+    if is_packed_product(node):
+        bound = moved_bytes - unpacked_bytes(node)
+        return min(bound, unpacked_bytes(node) + (machine.product_workspace_bytes or bound)) + _SCRATCH_BYTES
     if any(part in node.op for part in _REORDERING):
         bound = moved_bytes + _SCRATCH_BYTES
         return min(bound, machine.product_workspace_bytes or bound) if is_plain_product(node) else bound

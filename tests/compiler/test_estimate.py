@@ -205,7 +205,7 @@ def test_a_plan_without_weights_can_be_saved_and_asks_for_them(is_meta: bool) ->
 # ---------------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize("lora", [None, Lora(4)])
+@pytest.mark.parametrize("lora", [None, Lora(4), Lora(4, in_four_bits=True)])
 def test_a_configuration_is_estimated_as_its_model(tmp_path: Path, lora: Lora | None) -> None:
     path = config(tmp_path)
     module, batch = step_of_config(path, batch=2, sequence=16, lora=lora)
@@ -358,5 +358,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -
 )
 def test_what_is_trained_is_full_or_adapters(text: str) -> None:
     assert parse_train("full") is None and parse_train("lora:r=16") == Lora(16)
+    assert parse_train("qlora:r=8") == Lora(8, in_four_bits=True)
     with pytest.raises(UsageError, match="IRC580"):
         parse_train(text)

@@ -124,6 +124,10 @@ def square(result: Tensor) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (lambda: Blocks(plain), lambda: torch.randn(64, 32)),
     "checkpointed": (lambda: Blocks(checkpointed), lambda: torch.randn(64, 32)),
+    "checkpointed by another backward": (
+        lambda: Blocks(lambda block, x: checkpoint(block, x, use_reentrant=True)),
+        lambda: torch.randn(64, 32, requires_grad=True),
+    ),
     "checkpointed with dropout": (lambda: Blocks(drawing), lambda: torch.randn(64, 32)),
     "in place": (
         lambda: nn.Sequential(

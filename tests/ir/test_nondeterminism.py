@@ -33,6 +33,7 @@ REDUCES = "reduces in the order of the threads"
 SCANS = "a parallel scan joins its parts in the order of the threads"
 ANY = "equal elements come in any order"
 UNKNOWN = "an operation of mylib, of which nothing is known"
+UNKNOWN_THERE = UNKNOWN.replace("mylib", "bitsandbytes")
 PAIR = "float32[2]{1}; int64[2]{1}"
 
 CASES = [
@@ -67,6 +68,8 @@ CASES = [
     ("aten.max_unpool2d.default(%x, %i, (2, 2))", "float32[4]{1}", EITHER, EITHER),
     ("aten.mm.default(%x, %y)", "float32[4]{1}", None, None),
     ("aten.gather.default(%x, 0, %i)", "float32[4]{1}", None, None),
+    ("bitsandbytes.dequantize_4bit.default(%x)", "float32[4]{1}", None, None),
+    ("bitsandbytes.quantize_blockwise.default(%x)", "float32[4]{1}", UNKNOWN_THERE, UNKNOWN_THERE),
     ("mylib.fused.default(%x)", "float32[4]{1}", UNKNOWN, UNKNOWN),
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.packed_models import packed_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -192,6 +193,22 @@ def test_the_workspace_bound_is_not_below_the_measurement(name: str) -> None:
         if bound[node] < measured[node]
     }
     assert not below
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("scheme", ["nf4", "nf4, nested"])
+def test_a_packed_product_unpacks_its_matrix(scheme: str, rows: int) -> None:
+    model, x = packed_model(scheme, blocks=1), torch.randn(rows, 32)
+    graph = capture(model, (x,), loss=lambda y: y.square().mean()).graph
+    bounds, measured = analytic_costs(graph, MACHINES["cpu"]), profile_costs(graph, repeats=1)
+    products = [node for node in graph.operations if node.op == "bitsandbytes.gemm_4bit.default"]
+    assert len(products) == 2
+    for node in graph.operations:
+        assert measured.workspace_bytes[node] <= bounds.workspace_bytes[node]
+    for node in products:
+        assert measured.workspace_bytes[node] >= 32 * 64 * 4
+    flops = replace(MACHINES["cpu"], flops=1.0)
+    assert analytic_costs(graph, flops).seconds[products[0]] == pytest.approx(2 * rows * 32 * 64, rel=1e-3)
 
 
 def test_every_value_of_an_operation_is_in_its_signature() -> None:

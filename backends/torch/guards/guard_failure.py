@@ -25,6 +25,7 @@ __all__ = [
     "autocast_failure",
     "constant_failure",
     "nesting_failure",
+    "packed_failure",
     "part_failure",
     "sharing_failure",
     "state_failure",
@@ -130,6 +131,15 @@ def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFail
     planned = _described(wanted.dtype.value, wanted.shape, wanted.strides, wanted.device)
     message = f"{name} is {now}; the plan was made for {planned}"
     return GuardFailure("IRC501", message, help, changing=name, advice="pad it to few shapes")
+
+
+def packed_failure(name: str) -> GuardFailure:
+    """Describes a packed weight that is packed in another way than planned, or not any more."""
+    return GuardFailure(
+        "IRC507",
+        f"parameter {name} is packed in another way than at planning, or not packed any more",
+        "call irc.optimize again",
+    )
 
 
 def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], device: str) -> str:

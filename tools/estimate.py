@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ir import UsageError
-from .options import EXITS, Commands, add_source, add_verbosity, budget_of, optimizer_of, source_of
+from .options import (
+    EXITS,
+    Commands,
+    add_exact,
+    add_source,
+    add_verbosity,
+    budget_of,
+    exact_of,
+    optimizer_of,
+    source_of,
+)
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ def add(commands: Commands) -> None:
     estimate.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
     )
+    add_exact(estimate)
     estimate.add_argument("--ci", action="store_true", help="exit with status 3 if no plan fits")
     add_verbosity(estimate)
     estimate.set_defaults(command=_estimate)
@@ -86,6 +97,7 @@ def _estimate(options: argparse.Namespace) -> int:
             budget=budget,
             optimizer=optimizer,
             loss=training_loss,
+            exact=exact_of(options),
             time_limit=options.time_limit,
         )
     _print(found, options)

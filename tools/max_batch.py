@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING
 
 from ..ir import UsageError
 from .estimate import add_config, step_of
-from .options import EXITS, Commands, add_costs, add_source, add_verbosity, budget_of, optimizer_of, source_of
+from .options import (
+    EXITS,
+    Commands,
+    add_costs,
+    add_exact,
+    add_source,
+    add_verbosity,
+    budget_of,
+    exact_of,
+    optimizer_of,
+    source_of,
+)
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -41,6 +52,7 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search at each size (60)"
     )
+    add_exact(command)
     command.add_argument(
         "--measure", action="store_true", help="train some steps of that size, and measure them"
     )
@@ -71,6 +83,7 @@ def _max_batch(options: argparse.Namespace) -> int:
                 costs=options.costs,
                 optimizer_in_backward=optimizer,
                 loss=training_loss,
+                exact=exact_of(options),
                 time_limit=options.time_limit,
                 measure=options.measure,
             )
@@ -81,6 +94,7 @@ def _max_batch(options: argparse.Namespace) -> int:
                 costs=options.costs,
                 optimizer=optimizer,
                 loss=training_loss,
+                exact=exact_of(options),
                 time_limit=options.time_limit,
             )
             found = search_largest(

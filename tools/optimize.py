@@ -13,10 +13,12 @@ from ..ir import UsageError
 from .options import (
     EXITS,
     Commands,
+    add_exact,
     add_gap,
     add_model,
     add_swap,
     budget_of,
+    exact_of,
     mark,
     optimizer_of,
     source_of,
@@ -65,11 +67,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="plan for N forwards before their backwards (1)",
     )
-    optimize.add_argument(
-        "--exact",
-        choices=("bits", "sums"),
-        help="whether numbers are the model's to the bit, or sums may be taken in another order (bits)",
-    )
+    add_exact(optimize)
     optimize.add_argument(
         "--passes", metavar="TEXT", help="the pipeline as text, instead of the options above"
     )
@@ -133,7 +131,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
     elif options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
     from ..compiler.model_source import training_loss
-    from ..compiler.request import SUMS, Request
+    from ..compiler.request import Request
     from ..passes import parse_passes
 
     if options.passes is not None:
@@ -152,7 +150,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
         swap=options.swap or None,
         optimizer=optimizer_of(options),
         forwards_in_flight=options.forwards_in_flight,
-        exact=SUMS if options.exact == SUMS else True,
+        exact=exact_of(options),
         loss=training_loss,
         observers=[progress],
     )

@@ -20,11 +20,13 @@ __all__ = [
     "EXITS",
     "Commands",
     "add_costs",
+    "add_exact",
     "add_model",
     "add_source",
     "add_swap",
     "add_verbosity",
     "budget_of",
+    "exact_of",
     "mark",
     "model_name",
     "optimizer_of",
@@ -208,6 +210,20 @@ def optimizer_of(options: argparse.Namespace) -> DescribedOptimizer | None:
     from ..compiler.optimizers import parse_optimizer
 
     return parse_optimizer(options.optimizer)
+
+
+def add_exact(command: argparse.ArgumentParser) -> None:
+    """Adds --exact."""
+    command.add_argument(
+        "--exact",
+        choices=("bits", "sums"),
+        help="whether numbers are the model's to the bit, or sums may be taken in another order (bits)",
+    )
+
+
+def exact_of(options: argparse.Namespace) -> bool | str:
+    """The value of `exact` that --exact names."""
+    return options.exact if options.exact == "sums" else True
 
 
 def budget_of(text: str) -> int | str:

@@ -184,6 +184,7 @@ def estimate(
     budget: int | str | None = None,
     optimizer: OptimizerFactory | None = None,
     loss: Loss | None = None,
+    exact: bool | str = True,
     time_limit: float = 60.0,
 ) -> Estimate:
     """Estimates what a training step of a model takes on a machine, without weights and without running it.
@@ -200,6 +201,7 @@ def estimate(
         optimizer: Makes the optimizer of a list of parameters, as `optimizer_in_backward` of `irc.optimize`.
             As written it steps after backward, as planned within it.
         loss: The loss of the model's result, as of `irc.optimize`.
+        exact: As of `irc.optimize`.
         time_limit: Seconds of the processor for the search of a schedule.
 
     Raises:
@@ -212,7 +214,9 @@ def estimate(
     capacity_bytes = 0 if described is None else described.capacity_bytes
     whole = max(int(capacity_bytes * (1 - DRIVER_PART)), 1) if capacity_bytes else "100%"
     asked = whole if budget is None else budget
-    request = Request.of(asked, costs=machine, optimizer=optimizer, loss=loss, time_limit=time_limit)
+    request = Request.of(
+        asked, costs=machine, optimizer=optimizer, loss=loss, exact=exact, time_limit=time_limit
+    )
     with frozen_heap():
         captured = capture_call(model, args, kwargs, request)
         request = without_large_steps(request, captured)

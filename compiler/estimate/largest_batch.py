@@ -173,6 +173,7 @@ def max_batch(
     optimizer_in_backward: OptimizerFactory | None = None,
     accumulate_gradients: bool = False,
     loss: Loss | None = None,
+    exact: bool | str = True,
     time_limit: float = 60.0,
     measure: bool = False,
 ) -> LargestBatch:
@@ -191,6 +192,7 @@ def max_batch(
         optimizer_in_backward: As of `irc.optimize`.
         accumulate_gradients: As of `irc.optimize`.
         loss: As of `irc.optimize`.
+        exact: As of `irc.optimize`.
         time_limit: Seconds of the processor for the search of each schedule.
         measure: Whether to train some steps of the largest size that fits, and measure them.
 
@@ -216,6 +218,7 @@ def max_batch(
         optimizer=optimizer_in_backward,
         accumulate_gradients=accumulate_gradients,
         loss=loss,
+        exact=exact,
         time_limit=time_limit,
     )
 

@@ -598,7 +598,8 @@ def _refuse_failing(flat: _Flat, module: nn.Module, tensors: Sequence[Tensor]) -
     """
     flat.branches = None
     try:
-        Branches(module).record(flat.call, tensors, with_gradients=True)
+        with flat.packed.as_they_are():
+            Branches(module).record(flat.call, tensors, with_gradients=True)
     except (IrcError, MemoryError, torch.OutOfMemoryError):
         return
     except Exception as error:

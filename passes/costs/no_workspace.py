@@ -6,7 +6,7 @@ import torch
 
 from ...ir import DType, Node, TensorType, Value
 
-__all__ = ["is_plain_product", "takes_none"]
+__all__ = ["is_elementwise", "is_plain_product", "takes_none"]
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
@@ -22,6 +22,21 @@ def takes_none(node: Node) -> bool:
         return False
     operands = [value.type for value in node.arguments if isinstance(value, Value)]
     return all(type.device == "cpu" and type.dtype is DType.FLOAT32 for type in operands)
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether an operation makes each element from those in its place, and converts none to another type.
+
+    Such kernels write into their result alone. Others may convert an operand as a whole first.
+    """
+    namespace, name, overload = node.op.split(".", 2)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = getattr(packet, overload, None)
+    if found is None or torch.Tag.pointwise not in found.tags or len(node.values) != 1:
+        return False
+    (result,) = node.values
+    operands = (value.type for value in node.operands)
+    return all(type.dtype is result.type.dtype or not type.shape for type in operands)
 
 
 def is_plain_product(node: Node) -> bool:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..ir import UnsupportedError
+
 __all__ = [
     "PACKING_LIBRARIES",
     "PackedWeight",
@@ -138,9 +140,26 @@ class _FourBit(PackedWeight):
             if not held["compute_type_is_set"]:  # what each forward assigns, each planned step would
                 held["compute_type_is_set"] = True
                 held["compute_dtype"] = x.dtype if x.dtype in _COMPUTED_IN else held["compute_dtype"]
+            _refuse_casts_within(x, held["compute_dtype"] or x.dtype)
             return forward(x, *args, **kwargs)
 
         return {self.name: weight, "quant_state": state, "forward": settled_forward}
+
+
+def _refuse_casts_within(x: Tensor, dtype: torch.dtype) -> None:
+    """Refuses a product in 4 bits whose kernel casts its operands itself, as autocast tells it to.
+
+    Raises:
+        UnsupportedError: IRC335.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and dtype is not torch.get_autocast_dtype(device):
+        wanted = torch.get_autocast_dtype(device)
+        raise UnsupportedError(
+            "IRC335",
+            f"a layer in 4 bits computes in {dtype} under autocast to {wanted}, which only its kernel sees",
+            help=f"give it this type: bnb_4bit_compute_dtype={wanted}, or compute_dtype= of Linear4bit",
+        )
 
 
 class _EightBit(PackedWeight):

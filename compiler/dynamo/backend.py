@@ -359,7 +359,7 @@ class _Compiled:
 
     def _run_variant(self, variant: Variant, args: Sequence[Any]) -> Any:
         captured = variant.captured
-        inputs = [args[b] if isinstance(b, int) else b for b in captured.bindings]
+        inputs = captured.inputs(args)
         statics = (i for i in captured.captured.graph.inputs if i.role is not InputRole.TANGENT)
         for tensor, static in zip(inputs, statics, strict=True):
             check_tensor(tensor, static)

@@ -21,6 +21,7 @@ from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch.utils import _pytree as pytree
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
+from ...torch_support.packed_weights import split_target
 from .capture import Captured, capture
 
 __all__ = [
@@ -40,12 +41,23 @@ class CapturedGraph:
 
     Args:
         captured: The training graph; parameters and buffers have the names that they have in the model.
-        bindings: For each static input of it, the position among the graph's arguments, or, if the graph
-            itself holds it, the tensor.
+        bindings: For each static input of it, the position among the graph's arguments, with the name of
+            the part that it is of a packed weight there, or, if the graph itself holds it, the tensor.
     """
 
     captured: Captured
-    bindings: tuple[int | Tensor, ...]
+    bindings: tuple[int | tuple[int, str] | Tensor, ...]
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """The static inputs in a call with these arguments."""
+        found: list[Any] = []
+        for each in self.bindings:
+            if isinstance(each, tuple):
+                position, part = each
+                found.append(getattr(args[position], part))
+            else:
+                found.append(args[each] if isinstance(each, int) else each)
+        return found
 
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
@@ -170,11 +182,14 @@ def capture_graph(
     finally:
         module.let_go()
     positions = {name: k for k, name in enumerate(names) if name is not None}
-    bindings: list[int | Tensor] = []
+    bindings: list[int | tuple[int, str] | Tensor] = []
     for static in captured.graph.inputs:
         match static.role:
             case InputRole.PARAMETER | InputRole.BUFFER if static.target in positions:
                 bindings.append(positions[static.target])
+            case InputRole.BUFFER if split_target(static.target)[0] in positions:
+                name, part = split_target(static.target)
+                bindings.append((positions[name], part))
             case InputRole.PARAMETER | InputRole.BUFFER:
                 bindings.append(_held(graph, static.target.removeprefix(f"{_GRAPH}.")))
             case InputRole.INPUT:

@@ -144,6 +144,56 @@ def test_the_first_forward_decides_the_type_of_products() -> None:
     assert not torch.equal(SCHEMES["nf4"](32, 64, torch.float32).to("cpu")(other), expected)
 
 
+def under_autocast(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(x))
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao int8", "torchao float8"])
+def test_packed_models_train_under_autocast(scheme: str) -> None:
+    model, x = packed_model(scheme, blocks=1), rows()
+    with torch.autocast("cpu", torch.bfloat16):
+        if scheme == "nf4":
+            with pytest.raises(UnsupportedError, match=r"IRC335.*computes in torch\.float32 under"):
+                fitted_to(copy.deepcopy(model), x)
+            for layer in model.modules():
+                if isinstance(layer, bitsandbytes.nn.Linear4bit):
+                    layer.compute_dtype, layer.compute_type_is_set = torch.bfloat16, True
+        fitted = fitted_to(copy.deepcopy(model), x)
+    torch.testing.assert_close(under_autocast(fitted, x), under_autocast(model, x), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo, of torch's own classes
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao int8"])
+def test_dynamo_s_graphs_with_packed_weights_train(scheme: str) -> None:
+    model, x = packed_model(scheme, blocks=1), rows()
+    expected = step(copy.deepcopy(model), x)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend=irc.backend("1GiB"))
+    model.zero_grad()
+    loss = loss_of(compiled(x))
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close((loss.detach(), found), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["nf4, nested", "int8", "torchao int8"])
+def test_what_is_written_into_parts_is_seen(scheme: str) -> None:
+    model, x = packed_model(scheme, blocks=1), rows()
+    fitted = fitted_to(model, x)
+    before = step(fitted, x)[0]
+    for _, weight in packed_weights(model):
+        for name, part in weight.parts().items():
+            if name in ("scale", "scales", "nested_absmax"):
+                part.mul_(2)
+    expected = step(copy.deepcopy(model), x)
+    torch.testing.assert_close(step(fitted, x), expected, rtol=0, atol=0)
+    assert expected[0] != before and plans_of(fitted) == 1
+
+
 def _unpacked() -> nn.Module:
     return bitsandbytes.nn.Linear4bit(32, 64, bias=False)
 

@@ -46,6 +46,8 @@ class _Followed(AliveBytes):
         self.mode = mode
         self.device_type = device_type
         self.alive_at: dict[OperationKind, int] = {}
+        self.reads_others = False
+        """Whether it has read a tensor with data that requires a gradient, as a parameter of the loss."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # the engine asks after each operation of backward
@@ -56,7 +58,9 @@ class _Followed(AliveBytes):
     def _follow_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         read = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
         for tensor in read:
-            fake = self.mode.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
+            has_data = type(tensor) in (Tensor, nn.Parameter)
+            self.reads_others |= has_data and tensor.requires_grad
+            fake = self.mode.from_tensor(tensor) if has_data else tensor
             if not self.is_known(fake):
                 self.ignore(fake)
         kind = str(func), tuple(map(_described, read))
@@ -185,6 +189,7 @@ def _followed(
         ]
         fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state}
         given = [mode.from_tensor(tensor) for tensor in tensors]
+        leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(ForeignWrites(mode))
@@ -203,5 +208,6 @@ def _followed(
             stack.enter_context(dry_run(loss))  # until its hooks have run in backward
             roots, gradients = [loss(result)], None
         torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
-        torch.autograd.backward(roots, gradients)
+        # a checkpoint with another backward takes no list of leaves; others must get no gradient without data
+        torch.autograd.backward(roots, gradients, inputs=leaves if followed.reads_others else None)
     return EagerMemory(static_bytes, at_loss, followed.alive_at)

@@ -206,6 +206,21 @@ def test_a_loss_that_keeps_its_terms_takes_what_is_predicted(
     assert measured(fitted, (x,), of_result, holds=True) == fitted.plan.peak_bytes
 
 
+def test_parameters_of_the_loss_get_no_gradient() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(128))
+
+        def forward(self, y: Tensor) -> Tensor:
+            return (y * self.weight).square().mean()
+
+    model, x, loss, table = nn.Linear(16, 128), torch.randn(4, 16), Weighted(), nn.Parameter(torch.ones(128))
+    irc.optimize(model, (x,), "100%", loss=loss, costs="analytic")
+    irc.optimize(model, (x,), "100%", loss=lambda y: (y * table).sum(), costs="analytic")
+    assert loss.weight.grad is None and table.grad is None and model.weight.grad is None
+
+
 def test_a_percentage_of_a_model_that_checkpoints_itself_is_of_what_it_takes_today() -> None:
     model, x = Blocks(checkpointed), torch.randn(64, 32)
     fitted = irc.optimize(model, (x,), "101%", loss=square, time_limit=2)

@@ -28,6 +28,7 @@ _SECTIONS = {
         "When a torch model is captured",
         "`irc.optimize` raises these before anything is planned; the model is as it was.",
     ),
+    "torch_support/": ("When a torch model is captured", ""),
     "passes/": (
         "When a step is planned",
         "`irc.optimize` raises these; the model is as it was.",

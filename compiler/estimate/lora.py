@@ -79,8 +79,7 @@ class _Adapted(nn.Module):
 def add_adapters(model: Any, lora: Lora, linear: tuple[type[nn.Module], ...]) -> None:
     """Freezes a model, and puts an adapter beside each of its linear layers but the last.
 
-    The heads of classifiers are trained as they are. Layers in 4 bits take the place of torch's own linear
-    layers, as they do in transformers.
+    The heads of classifiers are trained as they are.
 
     Args:
         model: The model.
@@ -96,7 +95,8 @@ def add_adapters(model: Any, lora: Lora, linear: tuple[type[nn.Module], ...]) ->
         weight: Any = module.weight
         features = weight.shape[::-1] if isinstance(module, nn.Linear) else weight.shape
         path, _, last_name = name.rpartition(".")
-        if lora.in_four_bits and isinstance(module, nn.Linear):
-            module = FourBitLinear(weight, module.bias)
+        if lora.in_four_bits:
+            rows = weight if isinstance(module, nn.Linear) else weight.T
+            module = FourBitLinear(rows.detach().contiguous(), getattr(module, "bias", None))
         adapted = _Adapted(module, (features[0], features[1]), lora.rank, weight.dtype)
         setattr(model.get_submodule(path), last_name, adapted)

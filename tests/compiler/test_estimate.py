@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,12 @@ def test_a_configuration_is_estimated_as_its_model(tmp_path: Path, lora: Lora | 
     assert found.written == same.written and found.planned == same.planned
     assert (found.trained < found.parameters) == (lora is not None)
     assert training_loss(real(**example)).isfinite()
+
+
+def test_weights_in_4_bits_need_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UsageError, match=r"IRC587.*cannot be imported"):
+        step_of_config(config(tmp_path), batch=2, sequence=16, lora=Lora(4, in_four_bits=True))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain_loop": {"time_limit": 1, "costs": "analytic"},
     "lightning_module": {"time_limit": 1},
     "torch_compile": {"time_limit": 0.3},
+    "qlora": {"time_limit": 1},
 }
 MODELS = ("gpt2", "bert", "vit", "t5", "llama", "mamba")
 

@@ -204,7 +204,7 @@ class _OfTorchao(PackedWeight):
 
 def packed_weight(layer: nn.Module, name: str) -> PackedWeight | None:
     """The parameter of a layer as a packed weight; None if it is another kind, or is trained."""
-    parameter = layer._parameters.get(name)
+    parameter = layer._parameters.get(name) if _is_of_python(layer) else None
     if parameter is None or parameter.requires_grad:
         return None
     if type(parameter).__module__.startswith(f"{_TORCHAO}.") and is_traceable_wrapper_subclass(parameter):
@@ -219,6 +219,11 @@ def packed_weight(layer: nn.Module, name: str) -> PackedWeight | None:
     return None
 
 
+def _is_of_python(layer: nn.Module) -> bool:
+    """Whether a module holds its parameters in a dict, as all do but those of `torch.jit`."""
+    return isinstance(cast(object, layer._parameters), dict)
+
+
 def _is_for_training(parameter: Any) -> bool:
     """Whether a weight of 4 bits is packed, and not in the order for processors, which has no gradient."""
     state = getattr(parameter, "quant_state", None)
@@ -228,6 +233,6 @@ def _is_for_training(parameter: Any) -> bool:
 def packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
     """The packed weights of a module and its submodules, by name."""
     for path, layer in module.named_modules():
-        for name in layer._parameters:
+        for name in layer._parameters if _is_of_python(layer) else ():
             if (weight := packed_weight(layer, name)) is not None:
                 yield f"{path}.{name}".lstrip("."), weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..backends.torch import (
     Compilation,
     CompiledPlan,
+    LengthForms,
     NumberSlots,
     ReservedMemory,
     VariedCall,
@@ -47,7 +48,18 @@ from .request import SUMS, Example, Request
 from .tiles import whole_or_tiled
 from .time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 
-__all__ = ["CompiledCall", "capture_call", "compile_call", "plan_captured"]
+__all__ = [
+    "NOTHING_RESERVED",
+    "CompiledCall",
+    "capture_call",
+    "captured_call",
+    "compile_call",
+    "costed_call",
+    "emitted_call",
+    "plan_captured",
+    "planned_call",
+    "prepared_call",
+]
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,8 @@ class CompiledCall(Compilation):
     program: Program
 
 
-_NOTHING = ReservedMemory({}, 0)
+NOTHING_RESERVED = ReservedMemory({}, 0)
+"""The memory that a module without plans holds for them."""
 
 
 @frozen_heap()
@@ -105,7 +118,7 @@ def compile_call(
     if varied is not None and (program.kernels is None or stepwise):  # tiles are not those of another call
         slots = _number_slots(module, planned, program, request, varied, stepwise=stepwise)
     free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
-    return _emitted(module, planned, read, program, request, reserved, slots or {}, free)
+    return emitted_call(module, planned, read, program, request, reserved, slots or {}, free)
 
 
 def capture_call(
@@ -116,7 +129,7 @@ def capture_call(
     Raises:
         IrcError: As `compile_call`.
     """
-    return _captured(module, args, kwargs, request)[0]
+    return captured_call(module, args, kwargs, request)[0]
 
 
 def plan_captured(captured: Captured, request: Request) -> Program:
@@ -125,7 +138,7 @@ def plan_captured(captured: Captured, request: Request) -> Program:
     Raises:
         IrcError: As `compile_call`.
     """
-    return _whole_or_tiled(captured, _prepared(captured, request), request, _NOTHING)
+    return _whole_or_tiled(captured, prepared_call(captured, request), request, NOTHING_RESERVED)
 
 
 def _plan(
@@ -136,16 +149,16 @@ def _plan(
     reserved: ReservedMemory,
 ) -> tuple[Captured, Names, Program]:
     """The call as a graph, what was read of each submodule on the way, and its program with a plan."""
-    captured, names = _captured(module, args, kwargs, request)
-    prepared = _prepared(captured, request)
+    captured, names = captured_call(module, args, kwargs, request)
+    prepared = prepared_call(captured, request)
 
     def by_kernels() -> tuple[Captured, Names, Program]:
         return captured, names, _whole_or_tiled(captured, prepared, request, reserved)
 
     def by_time_steps() -> tuple[Captured, Names, Program]:
-        steps, names_of_steps = _captured(module, args, kwargs, request, stepwise=True)
-        program = replace(_prepared(steps, request), kernels=_costed(prepared, request))
-        return steps, names_of_steps, _planned(steps, program, request, reserved)
+        steps, names_of_steps = captured_call(module, args, kwargs, request, stepwise=True)
+        program = replace(prepared_call(steps, request), kernels=costed_call(prepared, request))
+        return steps, names_of_steps, planned_call(steps, program, request, reserved)
 
     return kernels_or_time_steps(captured.graph, by_kernels, by_time_steps)
 
@@ -184,15 +197,25 @@ def _number_slots(
 # ---------------------------------------------------------------------- capture
 
 
-def _captured(
+def captured_call(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     request: Request,
     *,
     stepwise: bool = False,
+    with_eager: bool = True,
 ) -> tuple[Captured, Names]:
-    """The call as a graph, and what was read of each submodule on the way."""
+    """The call as a graph, and what was read of each submodule on the way.
+
+    Args:
+        module: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        request: What is asked of the plan.
+        stepwise: Whether LSTM layers are traced as their time steps.
+        with_eager: Whether to find the memory of the step as it is written.
+    """
     traced = partial(
         capture,
         module,
@@ -201,7 +224,7 @@ def _captured(
         specialize_branches=request.specialize_branches,
         stepwise=stepwise,
         time_limit=seconds_to_capture(request.plan.time_limit),
-        with_eager=not stepwise,
+        with_eager=with_eager and not stepwise,
         measure=request.bounded_cost.measure,
     )
     report(Progress("capture"))
@@ -258,14 +281,14 @@ def _output_bytes(graph: Graph) -> list[int]:
 # ---------------------------------------------------------------------- passes
 
 
-def _prepared(captured: Captured, request: Request) -> Program:
+def prepared_call(captured: Captured, request: Request) -> Program:
     """The call, rewritten."""
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = Program(captured.graph, eager=captured.eager)
         return PassManager(request.preparing, request.observers).run(program)
 
 
-def _costed(program: Program, request: Request, *, with_times: bool = True) -> Program:
+def costed_call(program: Program, request: Request, *, with_times: bool = True) -> Program:
     """The program with the costs of its operations, their times among them or only their workspaces."""
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         cost = replace(request.bounded_cost, times=with_times)
@@ -282,30 +305,43 @@ def _whole_or_tiled(
     """
 
     def whole() -> Program:
-        return _planned(captured, program, request, reserved)
+        return planned_call(captured, program, request, reserved)
 
     def tiled(tiles: int) -> Program:
         in_tiles = PassManager([TileLossHeads(tiles)], request.observers).run(program)
-        in_tiles = replace(in_tiles, kernels=_costed(program, request))
-        return _planned(captured, in_tiles, request, reserved)
+        in_tiles = replace(in_tiles, kernels=costed_call(program, request))
+        return planned_call(captured, in_tiles, request, reserved)
 
     return whole_or_tiled(program.graph, whole, tiled) if request.exact == SUMS else whole()
 
 
-def _planned(captured: Captured, program: Program, request: Request, reserved: ReservedMemory) -> Program:
+def planned_call(
+    captured: Captured,
+    program: Program,
+    request: Request,
+    reserved: ReservedMemory,
+    timed: Callable[[Program], Program] | None = None,
+) -> Program:
     """The call with costs, a schedule and its certificate, which count what is reserved.
+
+    Args:
+        captured: The call as a graph.
+        program: It, rewritten.
+        request: What is asked of the plan.
+        reserved: What the module holds already for other plans.
+        timed: Adds times to a program that knows its workspaces; without it they are the request's.
 
     Raises:
         BudgetError: IRC204.
     """
     reserved_bytes = _held_bytes(program.graph, reserved) + reserved.constants_bytes
     within = request.with_less(reserved_bytes)
-    program = _costed(program, request, with_times=False)
+    program = costed_call(program, request, with_times=False)
     assert program.costs is not None
     if not program.costs.has_times:
         untimed = within.without_times(program)
         if untimed is None:
-            program = _costed(program, request)
+            program = costed_call(program, request) if timed is None else timed(program)
         within = untimed or within
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)
@@ -410,7 +446,7 @@ def _released(graph: Graph) -> Iterator[tuple[str, int]]:
 # ---------------------------------------------------------------------- emission
 
 
-def _emitted(
+def emitted_call(
     module: nn.Module,
     captured: Captured,
     names: Names,
@@ -419,10 +455,11 @@ def _emitted(
     reserved: ReservedMemory,
     slots: NumberSlots,
     free: FreeNumbers,
+    lengths: LengthForms | None = None,
 ) -> CompiledCall:
     """The planned call as a program that runs, with optimizers for gradients that are released now first."""
     assert program.schedule is not None and program.plan is not None
-    compiled = compile_program(program.schedule, captured.constants, captured.generators, slots)
+    compiled = compile_program(program.schedule, captured.constants, captured.generators, slots, lengths)
     kept = {**reserved.reserved, **dict(_released(program.graph))}
     fresh = [name for name in compiled.released if name not in reserved.reserved]
     return CompiledCall(

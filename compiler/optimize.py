@@ -26,7 +26,8 @@ from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.progress import Listener, Progress, listening
 from ..torch_support.pytree import flatten
 from .compile import CompiledCall, compile_call
-from .request import MEASURED, Request, renamed, renamed_costs
+from .lengths.compile import compile_lengths
+from .request import MEASURED, Dynamic, Request, renamed, renamed_costs
 from .tiers import device_of
 
 __all__ = ["Optimized", "optimize", "optimize_module"]
@@ -72,7 +73,7 @@ def optimize(
     forwards_in_flight: int = 1,
     swap: str | Sequence[str] | None = None,
     plans: int = 8,
-    dynamic: str | None = None,
+    dynamic: Dynamic = None,
     exact: bool | str = True,
     progress: bool | Callable[[Progress], None] = False,
     same_branches: bool | None = None,
@@ -237,7 +238,8 @@ def optimize_module(
     have_offloaded = bool(request.plan.which)
     check_tier_configs(tier_configs, {str(device)}, have_offloaded=have_offloaded)
     plans_eval = not model.training
-    cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=tier_configs)
+    compiler = compile_call if request.lengths is None else compile_lengths
+    cache = PlanCacheState(compiler, request.on(device), request.plans, plans_eval, tiers=tier_configs)
     fitted, plans = bind(model, cache)
     made = plans.warm(fitted, args, dict(kwargs or {}))
     assert isinstance(made, CompiledCall)

@@ -28,6 +28,7 @@ from ..passes import (
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
 from ..passes.remat.choice import GAP
+from .lengths.axis import LengthAxis
 from .tiers import measured_tiers, offer, tier_configs, what_moves
 
 __all__ = ["MEASURED", "SUMS", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
@@ -35,6 +36,9 @@ __all__ = ["MEASURED", "SUMS", "Example", "Request", "cost_passes", "renamed", "
 MEASURED = "measured"
 """The costs of a plan unless others are asked for: operations measured on the device of the model."""
 
+
+Dynamic = str | Mapping[str | int, Mapping[int, tuple[int, int]]] | None
+"""The sizes that vary: `"batch"`, `"sequence"`, or dimensions of arguments with their range."""
 
 SUMS = "sums"
 """The value of `exact` that lets sums be taken in another order than the model's."""
@@ -89,7 +93,7 @@ class Request:
     loss: Loss | None = None
     specialize_branches: bool = False
     plans: int = 1
-    dynamic: str | None = None
+    dynamic: Dynamic | LengthAxis = None
     exact: bool | str = True
     observers: Sequence[Observer] = ()
     example: Example | None = None
@@ -195,10 +199,8 @@ class Request:
                 f"plans is {plans!r}, not a number of plans",
                 help="give 1 or more; 1 refuses other calls",
             )
-        if dynamic not in (None, "batch"):
-            raise UsageError(
-                "IRC406", f"dynamic is {dynamic!r}", help='give dynamic="batch", or leave it out'
-            )
+        if dynamic not in (None, "batch") and not isinstance(dynamic, LengthAxis):
+            self._check_lengths(LengthAxis.of(dynamic))
         if dynamic is not None and plans == 1:
             raise UsageError(
                 "IRC406",
@@ -216,6 +218,23 @@ class Request:
             if check is not None:
                 check()
         self.plan.check_tiers(has_tiers=self.tiers is not None)
+
+    def _check_lengths(self, axis: LengthAxis) -> None:
+        """Refuses what plans for a range of lengths have not.
+
+        Raises:
+            UsageError: IRC406.
+        """
+        others = {"swap=": self.tiers is not None, f'exact="{SUMS}"': self.exact == SUMS}
+        others["specialize_branches=True"] = self.specialize_branches
+        for option, is_given in others.items():
+            if is_given:
+                raise UsageError(
+                    "IRC406",
+                    f"dynamic={self.dynamic!r} and {option} exclude each other",
+                    help="leave one of them out: plans for a range of lengths copy to no tier, have no "
+                    "tiles, and take one way through the model",
+                )
 
     # ------------------------------------------------------------------ the pipeline
 
@@ -262,6 +281,13 @@ class Request:
     # ------------------------------------------------------------------ what passes say of it
 
     @property
+    def lengths(self) -> LengthAxis | None:
+        """The lengths of the calls that it is for; None if it is for the shapes of one."""
+        if isinstance(self.dynamic, LengthAxis):
+            return self.dynamic
+        return None if self.dynamic in (None, "batch") else LengthAxis.of(self.dynamic)
+
+    @property
     def optimizer(self) -> OptimizerFactory | None:
         """The factory of the optimizers that step within backward."""
         return None if self.release is None else self.release.optimizer
@@ -306,7 +332,7 @@ class Request:
         if release is not None and release.optimizer is not None:
             known = {node.operands[0].type: StepCost.of(node) for node in program.graph.releases}
             release = replace(release, known=known)
-        example = Example(captured.graph, captured.signature, program if self.dynamic else None)
+        example = Example(captured.graph, captured.signature, program if self.dynamic == "batch" else None)
         return replace(self, plan=plan, release=release, example=example, observers=())
 
     def __reduce__(self) -> tuple[Any, ...]:

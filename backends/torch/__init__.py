@@ -13,8 +13,9 @@ from .compiled_plan import (
     unpack_signature,
 )
 from .deliver import deliver
-from .emit import NumberSlots, check_names, emit_source, saved_values
+from .emit import LengthForms, NumberSlots, check_names, emit_source, saved_values
 from .hooks import refuse_hooks
+from .length_range import LengthFamily, LengthRange
 from .module import bind, bind_program
 from .offload import DiskTierConfig, HostTierConfig, TierConfig, Tiers, check_tier_configs
 from .original import Original, unfitted
@@ -34,6 +35,9 @@ __all__ = [
     "CompiledPlan",
     "DiskTierConfig",
     "HostTierConfig",
+    "LengthFamily",
+    "LengthForms",
+    "LengthRange",
     "NumberSlots",
     "Original",
     "PendingBackward",

@@ -44,6 +44,9 @@ Explain = Callable[[], GuardFailure]
 
 _PLAIN = (nn.Parameter, Tensor)
 
+_LENGTHS = 256
+"""The number of lengths for which a plan keeps its types."""
+
 _Type = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
@@ -80,6 +83,8 @@ class CacheEntry:
             *compiled.generator_paths,
         ]
         """The places of the generators of the user's in a call, by their names: arguments and attributes."""
+        self._at_lengths: dict[int, tuple[CompiledPlan, list[tuple[int, int, _Type]]]] = {}
+        """The plan at lengths that it ran, with its arguments as `_arguments`."""
         self._free = compiled.free.places
         planned = compiled.signature.leaves
         self._numbers = [(each, type(evaluate(each, planned))) for each in compiled.free.expressions]
@@ -145,6 +150,28 @@ class CacheEntry:
         """
         return self._check_arguments(call) or self._check_state(call) or self._bind(call)
 
+    def compiled_for(self, inputs: Sequence[Any]) -> CompiledPlan:
+        """Returns the plan for the call whose inputs `bind` returned last."""
+        return self.compiled if self.compiled.lengths is None else self._at(inputs[-1])[0]
+
+    def _at(self, length: int) -> tuple[CompiledPlan, list[tuple[int, int, _Type]]]:
+        """Returns the plan at a length, and the arguments that it takes."""
+        if length not in self._at_lengths:
+            if len(self._at_lengths) >= _LENGTHS:
+                self._at_lengths.clear()
+            compiled = self.compiled.at(length)
+            statics = compiled.program.statics
+            arguments = [(index, argument, _type_of(statics[index])) for index, argument, _ in self._arguments]
+            self._at_lengths[length] = compiled, arguments
+        return self._at_lengths[length]
+
+    def _length(self, call: CallKey) -> int | None:
+        """Returns the length of a call, if the plan is for it."""
+        lengths = self.compiled.lengths
+        assert lengths is not None
+        length = lengths.family.length_of(call.tensors)
+        return length if length is not None and lengths.first <= length <= lengths.last else None
+
     def distance(self, call: CallKey) -> float:
         """The number of arguments in which a call differs; infinite if the arguments nest otherwise."""
         signature = self.compiled.signature
@@ -179,7 +206,15 @@ class CacheEntry:
             return partial(nesting_failure, call.tree, signature.in_tree)
         for place in self._differing_leaves(call):
             return partial(self._constant_failure, call, place)
-        for index, argument, wanted in self._arguments:
+        arguments = self._arguments
+        if self.compiled.lengths is not None:
+            length = self._length(call)
+            if length is None:
+                place = self.compiled.lengths.family.argument
+                index = next((index for index, argument, _ in arguments if argument == place), arguments[0][0])
+                return partial(self._tensor_failure, index, call.tensors[place])
+            arguments = self._at(length)[1]
+        for index, argument, wanted in arguments:
             if not _is_of(call.tensors[argument], wanted):
                 return partial(self._tensor_failure, index, call.tensors[argument])
         return None
@@ -264,6 +299,8 @@ class CacheEntry:
             if type(number) is not kind:
                 return partial(self._constant_failure, call, min(leaves_of(expression)))
             inputs.append(number)
+        if self.compiled.lengths is not None:
+            inputs.append(self._length(call))
         return inputs
 
     def _check_class(self, index: int, tensor: Tensor, root: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
+from ...ir.lengths import specialize
 from ...ir.scalars import Operand
 from ...torch_support.attribute_reads import Names
 from ...torch_support.packed_weights import packed_weights
@@ -20,6 +21,7 @@ from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import NO_NUMBERS, FreeNumbers
 from .guards.module_state import Attributes, State, differing_modules
+from .length_range import LengthRange
 from .program import Program
 
 __all__ = [
@@ -56,6 +58,8 @@ class CompiledPlan:
         free: The numbers among the leaves of the arguments that decide nothing: any number of the same type
             is the planned one. The program takes their expressions after its generators.
         packed_forms: The forms of the packed weights that it was planned for, by their names in the module.
+        lengths: The lengths that it is for; None if it is for the shapes of one call. The program takes the
+            length last.
     """
 
     program: Program
@@ -72,6 +76,16 @@ class CompiledPlan:
     answers: TraceAnswers | None = None
     free: FreeNumbers = NO_NUMBERS
     packed_forms: Mapping[str, object] = field(default_factory=dict[str, object])
+    lengths: LengthRange | None = None
+
+    def at(self, length: int) -> CompiledPlan:
+        """Returns a plan for lengths with the types that its tensors have at one of them."""
+        assert self.lengths is not None
+        statics, tangents, deliveries = specialize(
+            (self.lengths.statics, self.lengths.tangents, self.lengths.deliveries), length
+        )
+        program = replace(self.program, statics=statics, tangents=tangents)
+        return replace(self, program=program, signature=replace(self.signature, deliveries=deliveries))
 
     def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
         """Returns a plan that knows which constants of the program the module holds, and its packed weights.
@@ -166,6 +180,7 @@ class Compilation:
 
     Args:
         compiled: The plan of the call.
+        others: The plans of calls of other lengths, if it is for a range of them.
         optimizers: The optimizers of parameters that had none before, by name.
         request: The request with which later calls are compiled.
     """
@@ -173,6 +188,7 @@ class Compilation:
     compiled: CompiledPlan
     optimizers: Mapping[str, Optimizer]
     request: Any
+    others: tuple[CompiledPlan, ...] = field(default=(), kw_only=True)
 
 
 Compile = Callable[

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -37,18 +37,20 @@ from ...ir import (
     Schedule,
     Storage,
     Symbol,
+    TensorType,
     Trait,
     Value,
     VerificationError,
     Wait,
     printable,
 )
+from ...ir.lengths import Polynomial
 from ...torch_support.draws import draw_again, draw_first
 from ...torch_support.operations import OWN_FUNCTIONS, function_name
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
-__all__ = ["NumberSlots", "check_names", "emit_source", "is_partial", "saved_values"]
+__all__ = ["LengthForms", "NumberSlots", "check_names", "emit_source", "is_partial", "saved_values"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
@@ -76,11 +78,26 @@ NumberSlots = Mapping[str, Mapping[int | str, int]]
 argument, the index of the number."""
 
 
-def emit_source(schedule: Schedule, slots: NumberSlots = MappingProxyType({})) -> str:
+@dataclass(frozen=True)
+class LengthForms:
+    """The operations and types of a graph, with polynomials of the length in the place of sizes.
+
+    Args:
+        nodes: The operations, by name and kind.
+        types: The types of values, by name.
+    """
+
+    nodes: Mapping[tuple[str, str], Node]
+    types: Mapping[str, TensorType]
+
+
+def emit_source(
+    schedule: Schedule, slots: NumberSlots = MappingProxyType({}), lengths: LengthForms | None = None
+) -> str:
     """Writes Python source with `forward` and `backward`, which run `schedule` exactly.
 
     `forward(inputs)` takes the static inputs in graph order, then the generators of the user's that are drawn
-    from and the numbers that `slots` names, and returns `(outputs, saved)`.
+    from, the numbers that `slots` names and the length if there are `lengths`, and returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order; a missing
     gradient is None. Views are derived where they are used, or once if they are used often. Both functions
     must run without gradients.
@@ -94,7 +111,7 @@ def emit_source(schedule: Schedule, slots: NumberSlots = MappingProxyType({})) -
       pause, backward is a generator that yields once, at the pause.
     - `copies` of both, such as a `Session`, if the schedule copies to tiers.
     """
-    return _Emitter(schedule, slots).source()
+    return _Emitter(schedule, slots, lengths).source()
 
 
 def is_partial(graph: Graph) -> bool:
@@ -188,7 +205,7 @@ def _repeated_nodes(schedule: Schedule) -> set[Node]:
 class _Emitter:
     """Writes the source of one schedule. Names are given out in the order in which they are first used."""
 
-    def __init__(self, schedule: Schedule, slots: NumberSlots) -> None:
+    def __init__(self, schedule: Schedule, slots: NumberSlots, lengths: LengthForms | None) -> None:
         graph = schedule.graph
         self.schedule, self.graph = schedule, graph
         self.halves = _Halves.of(schedule)
@@ -205,7 +222,8 @@ class _Emitter:
         self.last_fetches = last_fetches(schedule)
         self.copying: dict[Storage, int] = {}
         """The key of the copy that a `Wait` is for."""
-        self.views = _Views(graph)
+        self.lengths = lengths
+        self.views = _Views(graph, self._type)
         self.repeated: set[Value] = set()
         """The views that the body reads several times, which become variables."""
         self.bound: dict[Storage, list[Value]] = {}
@@ -291,6 +309,7 @@ class _Emitter:
         rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.target}") for i in self.statics]
         rows += [_comment(f"  {name}: generator {key}") for key, name in self.generators.items()]
         rows += [_comment(f"  {name}: number {index}") for index, name in self.numbers.items()]
+        rows += [_comment("  length: the length of the call")] if self.lengths is not None else []
         return [_comment("inputs:"), *rows]
 
     def _copy_table(self) -> list[str]:
@@ -307,6 +326,7 @@ class _Emitter:
         yield from self._unpack(statics, "inputs", self.halves.before, self.outputs)
         yield from self._unpack_generators(self.halves.before)
         yield from self._unpack_numbers(self.halves.before)
+        yield from self._unpack_length()
         yield from self._body(self.halves.before, 0)
         yield f"return [{self._list(self.outputs)}], [{self._saved_list()}]"
 
@@ -318,6 +338,7 @@ class _Emitter:
         yield from self._unpack(statics, "inputs", self.halves.after, self.gradients)
         yield from self._unpack_generators(self.halves.after)
         yield from self._unpack_numbers(self.halves.after)
+        yield from self._unpack_length()
         yield from self._unpack(self.tangents, "tangents", self.halves.after, self.gradients)
         yield from self._body(self.halves.after, len(self.halves.before) + 1)
         yield f"return [{self._list(self.gradients)}]"
@@ -347,6 +368,10 @@ class _Emitter:
         for index, name in self.numbers.items():
             if index in read:
                 yield f"{name} = inputs[{first + index}]"
+
+    def _unpack_length(self) -> Iterator[str]:
+        if self.lengths is not None:
+            yield f"length = inputs[{len(self.statics) + len(self.generators) + len(self.numbers)}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yields the values that are variables: views are followed to their bases."""
@@ -473,20 +498,39 @@ class _Emitter:
     def _view(self, producer: Node, value: Value) -> str:
         """Derives a view; one of several by itself, and a slice as the quicker operation."""
         index = producer.results.index(value)
-        match producer.op, producer.arguments, producer.keywords:
+        match producer.op, self._arguments(producer), producer.keywords:
             case "aten.unbind.int", (Value() as base, *axis), ():
                 alone = "aten.select.int", (base, *(axis or [0]), index)
             case "aten.split.Tensor" | "aten.unsafe_split.Tensor", (Value() as base, int(size), *axis), ():
-                alone = "aten.narrow.default", (base, *(axis or [0]), index * size, _length(value, axis))
+                alone = "aten.narrow.default", (base, *(axis or [0]), index * size, self._size(value, axis))
             case "aten.slice.Tensor", (Value() as base, int(axis), int(start), int()), () if (
-                start >= 0 and _length(value, [axis])
+                start >= 0 and _size(value, [axis])
             ):
-                alone = "aten.narrow.default", (base, axis, start, _length(value, [axis]))
+                alone = "aten.narrow.default", (base, axis, start, self._size(value, [axis]))
             case _:
                 call = self._call(producer)
                 return f"{call}[{index}]" if producer.is_sequence else call
         op, arguments = alone
         return f"{self._operation(op)}({', '.join(map(self._argument, arguments))})"
+
+    def _size(self, value: Value, axis: Sequence[Argument]) -> int:
+        """Returns the size of a view along an axis; a polynomial if it depends on the length."""
+        return _size(replace(value, type=self._type(value)), axis)
+
+    def _type(self, value: Value) -> TensorType:
+        return value.type if self.lengths is None else self.lengths.types[value.name]
+
+    def _arguments(self, node: Node) -> tuple[Argument, ...]:
+        """Returns the arguments of an operation, with polynomials where they depend on the length."""
+        if self.lengths is None:
+            return node.arguments
+        return _with_lengths(node.arguments, self.lengths.nodes[node.name, node.op].arguments)
+
+    def _own_keywords(self, node: Node) -> tuple[tuple[str, Argument], ...]:
+        if self.lengths is None:
+            return node.own_keywords
+        form = dict(self.lengths.nodes[node.name, node.op].keywords)
+        return tuple((key, _with_lengths(argument, form[key])) for key, argument in node.own_keywords)
 
     def _call(self, node: Node) -> str:
         if node.releases is not None:
@@ -506,8 +550,9 @@ class _Emitter:
             case _:
                 check_names(node)
         numbers = {place: self.numbers[index] for place, index in self.slots.get(node.name, {}).items()}
-        arguments = [numbers.get(k) or self._argument(argument) for k, argument in enumerate(node.arguments)]
-        keywords = dict(node.own_keywords)
+        given = enumerate(self._arguments(node))
+        arguments = [numbers.get(k) or self._argument(argument) for k, argument in given]
+        keywords = dict(self._own_keywords(node))
         if node.generator_state is not None and node in self.replayed:
             if node in self.ran:
                 drawing, source = draw_again, node.values[0].type.device
@@ -534,6 +579,8 @@ class _Emitter:
                 return self.generators[name]
             case Symbol():
                 return _symbol(argument)
+            case Polynomial():
+                return str(argument)
             case _:
                 return _literal(argument)
 
@@ -542,7 +589,7 @@ class _Emitter:
         return f"({', '.join(made)},)" if node.is_sequence else made[0]
 
     def _zero(self, value: Value) -> str:
-        kind = value.type
+        kind = self._type(value)
         options = f"dtype=torch.{kind.dtype.value}, device={_literal(kind.device)}"
         shape, strides = self._argument(kind.shape), self._argument(kind.strides)
         return f"torch.empty_strided({shape}, {strides}, {options}).zero_()"
@@ -556,6 +603,13 @@ class _Emitter:
         return ", ".join(f"{self._name(v)}.detach()" if v in outputs else self._name(v) for v in self.saved)
 
 
+def _with_lengths(argument: Any, form: Any) -> Any:
+    """Returns an argument with its numbers as another form of it has them."""
+    if isinstance(argument, tuple):
+        return tuple(_with_lengths(each, other) for each, other in zip(argument, form, strict=True))
+    return argument if isinstance(argument, Value) else form
+
+
 def _import(function: Callable[..., Any]) -> str:
     """The line that imports a function of irc's own."""
     return f"from {function.__module__} import {function.__name__}"
@@ -564,8 +618,8 @@ def _import(function: Callable[..., Any]) -> str:
 # ---------------------------------------------------------------------- views
 
 
-def _length(value: Value, axis: Sequence[Argument]) -> int:
-    """Returns the length of a view along an axis; the first one if none is named."""
+def _size(value: Value, axis: Sequence[Argument]) -> int:
+    """Returns the size of a view along an axis; the first one if none is named."""
     (place,) = axis or (0,)
     assert isinstance(place, int)
     return value.type.shape[place]
@@ -586,9 +640,11 @@ class _Views:
 
     Args:
         graph: A graph in which each value has a producer or is an input.
+        type_of: The type of a value.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, type_of: Callable[[Value], TensorType]) -> None:
+        self.type_of = type_of
         self.nodes = [node for node in graph.nodes if node.is_view]
         self.of = {value: node for node in self.nodes for value in node.values}
         self.known: dict[Value, Value] = {}
@@ -599,7 +655,7 @@ class _Views:
             found, base = value, value
             while (node := self.of.get(base)) is not None and node.op in _STAYING:
                 base = node.operands[0]
-                found = base if base.type == value.type else found
+                found = base if self.type_of(base) == self.type_of(value) else found
             self.known[value] = found
         return self.known[value]
 
@@ -620,7 +676,7 @@ class _Views:
 _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
-        *("forward", "backward", "torch", "float", "complex", "_"),
+        *("forward", "backward", "torch", "float", "complex", "length", "_"),
         *(function.__name__ for function in (draw_first, draw_again)),
         *(function.__name__ for function in OWN_FUNCTIONS.values()),
     )

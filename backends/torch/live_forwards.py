@@ -40,7 +40,7 @@ class LiveForwards:
         """Adds a call that runs forward."""
         with self._lock:
             self._calls[call] = program
-            count, kinds = len(self._calls), {id(each) for each in self._calls.values()}
+            count, kinds = len(self._calls), {id(each.forward) for each in self._calls.values()}
         if len(kinds) > 1 and count <= program.forwards_in_flight:
             self._tell(
                 f"{count} forwards of {len(kinds)} plans are in flight, and each plan counted only its own",

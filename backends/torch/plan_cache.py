@@ -203,7 +203,7 @@ class PlanCache:
                     call = self._with_all_settings(root, call)
                     found = self._plan(root, call, failure, free, answers)
         entry, inputs = found
-        return entry.compiled, inputs
+        return entry.compiled_for(inputs), inputs
 
     def warm(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """Plans the example's call, which misses an empty cache as any other call does.
@@ -219,6 +219,8 @@ class PlanCache:
                 state = self._current(root).state
                 entry = CacheEntry(replace(compiled, state=state), root)
                 self._adopt(entry, made.optimizers)
+                for other in made.others:
+                    self._add(CacheEntry(replace(other, state=state), root))
                 self._add(entry)
             self.first_plan = made.compiled.plan
             self._request = made.request if self.limit > 1 else None
@@ -331,15 +333,18 @@ class PlanCache:
         reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.compiled_plans)))
         with torch.inference_mode(False):  # under it there is no backward
             made = self._compile(original.module, args, kwargs, self._request, reserved, varied)
-        compiled = made.compiled.with_attribute_paths(root)
         written = constants_of(self.compiled_plans, are_held=False)
-        compiled = replace(
-            compiled,
-            program=sharing(compiled.program, written, compiled.attribute_paths or ()),
-            reads=original.reads(compiled.signature.assignments),
-            constants_bytes=reserved.constants_bytes,
-        )
-        return compiled, made
+
+        def completed(compiled: CompiledPlan) -> CompiledPlan:
+            compiled = compiled.with_attribute_paths(root)
+            return replace(
+                compiled,
+                program=sharing(compiled.program, written, compiled.attribute_paths or ()),
+                reads=original.reads(compiled.signature.assignments),
+                constants_bytes=reserved.constants_bytes,
+            )
+
+        return completed(made.compiled), replace(made, others=tuple(map(completed, made.others)))
 
     def _plan(
         self,
@@ -372,8 +377,9 @@ class PlanCache:
         if compiled.answers == answers:
             self._deciding(call, free.places - free.unread - compiled.free.places)
             compiled = replace(compiled, free=replace(compiled.free, unread=free.unread))
-        compiled = replace(compiled, state=call.module_state.state, reason=failure.message)
-        entry = CacheEntry(compiled, root)
+        state = call.module_state.state
+        reason = compiled.reason if compiled.lengths is not None else failure.message
+        entry = CacheEntry(replace(compiled, state=state, reason=reason), root)
         with parameters_lock:
             found = entry.bind(call)
             if callable(found):
@@ -384,7 +390,12 @@ class PlanCache:
                 )
             self._adopt(entry, made.optimizers)
             is_next = self._entries[:1] == (self._latest_entry,)
-            given_up = self._add(entry)
+            given_up = [
+                each
+                for other in made.others
+                for each in self._add(CacheEntry(replace(other, state=state), root))
+            ]
+            given_up += self._add(entry)
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
         return entry, found
@@ -427,7 +438,8 @@ class PlanCache:
         for other in self._entries:
             others = [each.compiled for each in (*kept, *self._entries)]
             counts_all = self.reserved.items() <= other.compiled.reserved.items()
-            if len(kept) < self.limit and counts_all and fits_beside(other.compiled, others):
+            kinds = {_kind(each) for each in (*kept, other)}
+            if len(kinds) <= self.limit and counts_all and fits_beside(other.compiled, others):
                 kept.append(other)
             else:
                 given_up.append(other.compiled)
@@ -477,6 +489,12 @@ class PlanCache:
                 compiled.reason,
                 self.limit + 1,
             )
+
+
+def _kind(entry: CacheEntry) -> int:
+    """The calls that an entry is for, whatever their length: the plans of a family count as one."""
+    lengths = entry.compiled.lengths
+    return id(entry) if lengths is None else id(lengths.family)
 
 
 def _ignored(plans: Sequence[CompiledPlan], root: nn.Module) -> dict[str, frozenset[str]]:

@@ -34,7 +34,7 @@ from ...ir import (
     UnsupportedError,
     Value,
 )
-from .emit import NumberSlots, emit_source, is_partial
+from .emit import LengthForms, NumberSlots, emit_source, is_partial
 from .gradient_dependencies import output_dependencies
 from .offload.table import CopyTable, copy_table
 
@@ -80,7 +80,7 @@ class Program:
         parts: The sets of outputs whose gradients meet in an operation that reads values of forward.
         constants: The values of the constant inputs.
         generators: The generators of the user's that it draws from, by their names in the graph. They follow
-            the static inputs; the numbers of a call that it computes with follow them.
+            the static inputs; the numbers of a call that it computes with follow them, then its length.
         source: The emitted source.
         forwards_in_flight: The number of live forwards that the plan counted.
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
@@ -126,6 +126,7 @@ def compile_program(
     constants: Mapping[str, Tensor],
     generators: Mapping[str, torch.Generator] = MappingProxyType({}),
     slots: NumberSlots = MappingProxyType({}),
+    lengths: LengthForms | None = None,
 ) -> Program:
     """Compiles the Python that `emit_source` writes for `schedule`.
 
@@ -134,6 +135,7 @@ def compile_program(
         constants: The tensors of the graph's constant inputs, by target.
         generators: The generators of the user's that the graph draws from, by name.
         slots: The scalar operands that come with each call.
+        lengths: The operations with polynomials of the length that comes with each call.
 
     Raises:
         UnsupportedError: IRC334 if one of these is not given, as for a written plan or a pipeline.
@@ -146,7 +148,7 @@ def compile_program(
             "pipeline and graphs of Dynamo do not hold",
             help="call irc.optimize, or draw from torch's generator (leave out generator=)",
         )
-    source = emit_source(schedule, slots)
+    source = emit_source(schedule, slots, lengths)
     forward, backward = _functions(source)
     statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
     tangents = _tangents(graph)

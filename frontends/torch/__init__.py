@@ -1,7 +1,7 @@
 """torch modules in: captured as one training graph."""
 
 from .assignments import refuse_assignments
-from .capture import Captured, capture
+from .capture import Captured, capture, lengths_alike
 from .dynamo import (
     CapturedGraph,
     capture_graph,
@@ -12,9 +12,11 @@ from .dynamo import (
     refuse_uncompiled_module,
 )
 from .forward_bytes import forward_bytes
+from .length_conditions import Axes
 from .loss import Loss
 
 __all__ = [
+    "Axes",
     "Captured",
     "CapturedGraph",
     "Loss",
@@ -24,6 +26,7 @@ __all__ = [
     "forward_bytes",
     "graph_name",
     "is_given_up",
+    "lengths_alike",
     "lifted_names",
     "refuse_assignments",
     "refuse_uncompiled_module",

@@ -64,6 +64,7 @@ from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .known_values import known_values
+from .length_conditions import Axes, SymbolicLength
 from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
 from .loss_run import Measure
 from .place_annotations import place_annotations
@@ -83,7 +84,7 @@ from .tracer import (
 )
 from .translate import Translation, translate, unknown_object
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "lengths_alike"]
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class _Flat(nn.Module):
         self.parts: set[str] = set()
         self.mode = TRACE_MODES[0]
         self.time_limit = time_limit
+        self.lengths: SymbolicLength | None = None
 
     def call(self, *tensors: Tensor) -> Any:
         """Returns the result of the module's forward; its hooks run around the planned forward."""
@@ -161,7 +163,7 @@ class _Flat(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with self.state.one_run(), branches, self.tied.as_one(), known_values(), TensorWrites(self.parts):
+        with self.state.one_run(), branches, self.tied.as_one(), known_values(self.lengths), TensorWrites(self.parts):
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -323,6 +325,59 @@ def capture(
         flat = _Flat(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
         modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
         return _captured(flat, module, modes, measure, with_eager=with_eager)
+
+
+def lengths_alike(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    axes: Axes,
+    lengths: tuple[int, int],
+    mode: TraceMode,
+    *,
+    loss: Loss | None = None,
+    time_limit: float = math.inf,
+) -> int:
+    """The smallest length from which on a call is the graph of the example but for sizes.
+
+    These are polynomials of the length.
+
+    The module is traced with the length as a symbol; what Python and torch decide by it are its conditions.
+
+    Args:
+        module: The model, as `capture` was given it.
+        args: Example arguments of the largest length.
+        kwargs: Example keyword arguments.
+        axes: The dimensions of tensors that have the length.
+        lengths: The smallest and the largest length that are asked for.
+        mode: The mode in which `capture` traced the example.
+        loss: As `capture` was given it.
+        time_limit: As of `capture`.
+
+    Raises:
+        UnsupportedError: IRC351 if it cannot be told; as `capture`.
+    """
+    leaves, tree = flatten_arguments((tuple(args), dict(sorted(kwargs.items()))))
+    packed = PackedParts(module)
+    with packed.as_buffers(), mode.announced():
+        flat = _Flat(module, tree, leaves, loss, packed, stepwise=False, time_limit=time_limit)
+        flat.mode = mode
+        tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
+        first, last = lengths
+        try:
+            return _lengths_alike(flat, module, tensors, axes, first, last)
+        except _LossFails:
+            flat.ask_loss_alone()
+            return _lengths_alike(flat, module, tensors, axes, first, last)
+
+
+def _lengths_alike(
+    flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], axes: Axes, first: int, last: int
+) -> int:
+    flat.lengths = symbolic = SymbolicLength(axes, first, last)
+    with contextlib.ExitStack() as stack:
+        joint, _ = _trace(stack, flat, module, symbolic.tensors(tensors), symbolic.mode)
+        return symbolic.holding(joint.graph_module)
 
 
 def _captured(
@@ -529,12 +584,16 @@ def _translated_once(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
 
 
 def _trace(
-    stack: contextlib.ExitStack, flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
+    stack: contextlib.ExitStack,
+    flat: _Flat,
+    module: nn.Module,
+    tensors: tuple[Tensor, ...],
+    fake_mode: FakeTensorMode | None = None,
 ) -> tuple[JointWithDescriptors, Scopes]:
     """Returns the joint graph of AOTAutograd, and the scopes of annotations; raises why there is none."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
     stack.enter_context(torch.enable_grad())
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
     layers = RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit)

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["known_values"]
+__all__ = ["ByLength", "known_values"]
 
 _MOST_ELEMENTS = 1_000_000
 """The size of the largest tensor whose values are computed."""
@@ -48,17 +50,33 @@ _UNWRITTEN = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.
 _READS = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
 
+class ByLength(Protocol):
+    """The lengths that a trace with the length as a symbol is to hold for."""
+
+    def number(self, symbolic: Any, length: int) -> Any:
+        """The number that a symbol of torch's is at a length."""
+        ...
+
+    def read(self, value: Callable[[int], Any]) -> Any:
+        """What is read of a value; only the lengths for which it is the same remain."""
+        ...
+
+
 @contextlib.contextmanager
-def known_values() -> Generator[None]:
+def known_values(lengths: ByLength | None = None) -> Generator[None]:
     """Lets code read, in a run on tensors without data, values that depend on no tensor that is given.
 
     Such tensors are made by factory functions (`torch.arange`), of literals, or of others like them. What
     code reads of them, as the branch that a comparison of positions decides, is the same in every step.
+
+    Args:
+        lengths: If one size is a symbol: values that depend on it are computed for every length when they
+            are read.
     """
     tolist = FunctionalTensor.tolist
     FunctionalTensor.tolist = _numbers  # torch's own reads past the modes
     try:
-        with _KnownValues():
+        with _KnownValues(lengths):
             yield
     finally:
         FunctionalTensor.tolist = tolist
@@ -73,9 +91,11 @@ class _KnownValues(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: ByLength | None) -> None:
         super().__init__()
         self.values: Any = WeakTensorKeyDictionary()
+        """The value of each tensor that is known: a tensor, or `_Deferred` if it depends on the length."""
+        self.lengths = lengths
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,11 +104,15 @@ class _KnownValues(TorchDispatchMode):
         if not self.values and func.overloadpacket not in _MAKERS:
             return func(*args, **kwargs)
         known = self._depends_on_known(func, _tensors((args, kwargs)))
+        if self.lengths is not None:
+            deferred = self._deferred(func, args, kwargs, known=known)
+            if deferred is not None:
+                return self._by_length(deferred, func, args, kwargs)
         if known and not _READS.isdisjoint(func.tags):
             return pytree.tree_map_only(Tensor, self._literal, self._value(func, args, kwargs))
         result = func(*args, **kwargs)
         made = _tensors(result)
-        if any(tensor.numel() > _MOST_ELEMENTS or tensor.device.type == "meta" for tensor in made):
+        if any(map(_is_unknown, made)):
             values = None
         elif known:
             values = _tensors(self._value(func, args, kwargs))
@@ -111,6 +135,41 @@ class _KnownValues(TorchDispatchMode):
             and func.overloadpacket not in _UNWRITTEN
         )
 
+    def _deferred(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool) -> _Deferred | None:
+        """Returns the computation of a value that depends on the length; None if it is not known or does not.
+
+        Writing into such a value makes all of them unknown.
+        """
+        operands = pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in operands if isinstance(each, Tensor)]
+        values = [self.values[each] for each in tensors if each in self.values]
+        depends = any(isinstance(each, _Deferred) for each in values)
+        if depends and func._schema.is_mutable:
+            for tensor in [t for t, value in self.values.items() if isinstance(value, _Deferred)]:
+                del self.values[tensor]
+            return None
+        depends |= any(isinstance(each, py_sym_types) for each in operands)
+        depends |= not known and any(
+            isinstance(size, py_sym_types) for each in tensors for size in (*each.shape, *each.stride())
+        )
+        is_made = func.overloadpacket in _FACTORIES or (not tensors and func.overloadpacket in _PLACE_OF_FILL)
+        is_made |= not tensors and func.overloadpacket in _FILLS
+        if not depends or not (known or is_made):
+            return None
+        args, kwargs = pytree.tree_map_only(Tensor, self.values.__getitem__, (args, kwargs))
+        return _Deferred(func, args, kwargs)
+
+    def _by_length(self, deferred: _Deferred, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Runs an operation whose values depend on the length."""
+        assert self.lengths is not None
+        if func.overloadpacket is _aten._local_scalar_dense:
+            return self.lengths.read(partial(deferred.at, self.lengths))
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        if _READS.isdisjoint(func.tags) and len(made) == 1 and result is made[0]:
+            self.values[result] = deferred
+        return result
+
     def _value(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, self.values.__getitem__, (args, kwargs))
         with no_dispatch():
@@ -132,6 +191,38 @@ class _KnownValues(TorchDispatchMode):
             del self.values[tensor]
 
 
+class _Deferred:
+    """A value that depends on the length: an operation, with the values of its operands.
+
+    Args:
+        func: The operation.
+        args: Its arguments; in the place of a tensor, its value.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        self.func = func
+        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
+        self.varying = [
+            place for place, leaf in enumerate(self.leaves) if isinstance(leaf, (_Deferred, *py_sym_types))
+        ]
+        self.known: tuple[int, Any] = 0, None
+        """The length that it was computed for last, and its value there."""
+
+    def at(self, lengths: ByLength, length: int) -> Any:
+        """Returns the value at a length."""
+        if self.known[0] != length:
+            leaves = self.leaves.copy()
+            for place in self.varying:
+                each = leaves[place]
+                is_value = isinstance(each, _Deferred)
+                leaves[place] = each.at(lengths, length) if is_value else lengths.number(each, length)
+            args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+            with no_dispatch():
+                self.known = length, self.func(*args, **kwargs)
+        return self.known[1]
+
+
 def _new_values(func: OpOverload, args: Any, kwargs: Any, made: list[Tensor]) -> list[Tensor] | None:
     """Returns the values of a tensor that an operation makes of numbers alone; None if it does not."""
     operation = func.overloadpacket
@@ -146,6 +237,12 @@ def _new_values(func: OpOverload, args: Any, kwargs: Any, made: list[Tensor]) ->
         (tensor,) = made
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return [like.fill_(fill)]
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    """Whether a tensor's values are not computed: one without data, a large one, or one of symbolic size."""
+    is_symbolic = any(isinstance(size, py_sym_types) for size in tensor.shape)
+    return is_symbolic or tensor.numel() > _MOST_ELEMENTS or tensor.device.type == "meta"
 
 
 def _storage(tensor: Tensor) -> int:

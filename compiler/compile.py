@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ from .time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 __all__ = [
     "NOTHING_RESERVED",
     "CompiledCall",
+    "Costed",
     "capture_call",
     "captured_call",
     "compile_call",
@@ -315,12 +316,20 @@ def _whole_or_tiled(
     return whole_or_tiled(program.graph, whole, tiled) if request.exact == SUMS else whole()
 
 
+class Costed(Protocol):
+    """A function that finds the costs of a program's operations."""
+
+    def __call__(self, program: Program, *, with_times: bool) -> Program:
+        """The program with costs."""
+        ...
+
+
 def planned_call(
     captured: Captured,
     program: Program,
     request: Request,
     reserved: ReservedMemory,
-    timed: Callable[[Program], Program] | None = None,
+    costed: Costed | None = None,
 ) -> Program:
     """The call with costs, a schedule and its certificate, which count what is reserved.
 
@@ -329,19 +338,21 @@ def planned_call(
         program: It, rewritten.
         request: What is asked of the plan.
         reserved: What the module holds already for other plans.
-        timed: Adds times to a program that knows its workspaces; without it they are the request's.
+        costed: Finds the costs of a program, its times among them or only its workspaces, if that is not to
+            be done as the request says.
 
     Raises:
         BudgetError: IRC204.
     """
     reserved_bytes = _held_bytes(program.graph, reserved) + reserved.constants_bytes
     within = request.with_less(reserved_bytes)
-    program = costed_call(program, request, with_times=False)
+    find_costs: Costed = costed or partial(costed_call, request=request)
+    program = find_costs(program, with_times=False)
     assert program.costs is not None
     if not program.costs.has_times:
         untimed = within.without_times(program)
         if untimed is None:
-            program = costed_call(program, request) if timed is None else timed(program)
+            program = find_costs(program, with_times=True)
         within = untimed or within
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)

@@ -65,7 +65,9 @@ def fit(lengths: Sequence[int], numbers: Sequence[int | float]) -> Polynomial | 
         return None
     is_float = isinstance(numbers[0], float)
     for terms in (2, 3):
-        found = _through([Fraction(each) for each in lengths[:terms]], [int(each) for each in numbers[:terms]])
+        found = _through(
+            [Fraction(each) for each in lengths[:terms]], [int(each) for each in numbers[:terms]]
+        )
         if all(c.denominator == 1 for c in found):
             polynomial = Polynomial(tuple(map(int, found)), is_float=is_float)
             if all(polynomial.at(k) == number for k, number in zip(lengths, numbers, strict=True)):
@@ -109,13 +111,13 @@ class _Generalization:
 
     def of(self, versions: tuple[Any, ...]) -> Any:
         first = versions[0]
+        if _is_of_ir(first) and all(type(each) is type(first) for each in versions):
+            return self._object(versions)
         if all(each is first for each in versions):
             return first
         kind = type(first)
         if any(type(each) is not kind for each in versions):
             raise DiffersByLength(f"{first!r} and {versions[1]!r}")
-        if _is_of_ir(first):
-            return self._object(versions)
         if isinstance(first, tuple):
             if any(len(each) != len(first) for each in versions):
                 raise DiffersByLength(f"{len(first)} and {len(versions[-1])} of {kind.__name__}")
@@ -131,7 +133,7 @@ class _Generalization:
     def _object(self, versions: tuple[Any, ...]) -> Any:
         key = tuple(map(id, versions))
         if key not in self.known:
-            if not type(versions[0]).__eq__ is not object.__eq__:
+            if type(versions[0]).__eq__ is object.__eq__:
                 seen = {(place, id(each)) for place, each in enumerate(versions)}
                 if not seen.isdisjoint(self.seen):
                     raise DiffersByLength(f"{versions[0]!r} is two at another length")
@@ -156,17 +158,14 @@ class _Generalization:
 
     def _allocated(self, numbers: tuple[int, ...], storage: Storage) -> int | Polynomial:
         """Returns the bytes of a storage, which the allocator of a GPU has rounded up to blocks."""
-        if all(each == numbers[0] for each in numbers):
+        block = allocation_bytes(1, storage.device)
+        payloads = numbers if block == 1 else self.payloads.get(id(storage), numbers)
+        if all(each == payloads[0] for each in payloads) and all(each == numbers[0] for each in numbers):
             return numbers[0]
-        found = fit(self.lengths, numbers)
-        if found is None:
-            payloads = self.payloads.get(id(storage), numbers)
-            payload, block = fit(self.lengths, payloads), allocation_bytes(1, storage.device)
-            allocated = tuple(allocation_bytes(each, storage.device) for each in payloads)
-            if payload is None or allocated != numbers:
-                raise DiffersByLength(f"storages of {', '.join(map(str, numbers))} B on {storage.device}")
-            found = replace(payload, block=block)
-        return found
+        found = fit(self.lengths, payloads)
+        if found is None or tuple(allocation_bytes(each, storage.device) for each in payloads) != numbers:
+            raise DiffersByLength(f"storages of {', '.join(map(str, numbers))} B on {storage.device}")
+        return replace(found, block=block)
 
 
 def specialize(general: Any, length: int) -> Any:
@@ -183,7 +182,9 @@ def _specialized(general: Any, length: int, known: dict[int, Any]) -> Any:
     if not _is_of_ir(general):
         return general
     if id(general) not in known:
-        found = {each.name: _specialized(getattr(general, each.name), length, known) for each in fields(general)}
+        found = {
+            each.name: _specialized(getattr(general, each.name), length, known) for each in fields(general)
+        }
         is_same = all(value is getattr(general, name) for name, value in found.items())
         known[id(general)] = general if is_same else type(general)(**found)
     return known[id(general)]

@@ -161,7 +161,9 @@ class CacheEntry:
                 self._at_lengths.clear()
             compiled = self.compiled.at(length)
             statics = compiled.program.statics
-            arguments = [(index, argument, _type_of(statics[index])) for index, argument, _ in self._arguments]
+            arguments = [
+                (index, argument, _type_of(statics[index])) for index, argument, _ in self._arguments
+            ]
             self._at_lengths[length] = compiled, arguments
         return self._at_lengths[length]
 
@@ -211,7 +213,9 @@ class CacheEntry:
             length = self._length(call)
             if length is None:
                 place = self.compiled.lengths.family.argument
-                index = next((index for index, argument, _ in arguments if argument == place), arguments[0][0])
+                index = next(
+                    (index for index, argument, _ in arguments if argument == place), arguments[0][0]
+                )
                 return partial(self._tensor_failure, index, call.tensors[place])
             arguments = self._at(length)[1]
         for index, argument, wanted in arguments:

@@ -97,7 +97,7 @@ def emit_source(
     """Writes Python source with `forward` and `backward`, which run `schedule` exactly.
 
     `forward(inputs)` takes the static inputs in graph order, then the generators of the user's that are drawn
-    from, the numbers that `slots` names and the length if there are `lengths`, and returns `(outputs, saved)`.
+    from, the numbers that `slots` names and, with `lengths`, the length; it returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order; a missing
     gradient is None. Views are derived where they are used, or once if they are used often. Both functions
     must run without gradients.
@@ -569,7 +569,7 @@ class _Emitter:
         ]
         return f"{call}({', '.join(arguments)})"
 
-    def _argument(self, argument: Argument) -> str:
+    def _argument(self, argument: Argument | Polynomial) -> str:
         match argument:
             case Value():
                 return self._expression(self.views.shortest(argument))

@@ -396,6 +396,7 @@ class PlanCache:
                 for each in self._add(CacheEntry(replace(other, state=state), root))
             ]
             given_up += self._add(entry)
+            self._request = made.request
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
         return entry, found

@@ -77,10 +77,12 @@ class LengthAxis:
     Args:
         named: The smallest and largest size of dimensions, by the name or the position of an argument; none
             for `"sequence"`: all tensors with the second dimension of the first that has one.
+        shortest: The shortest call that was planned; 0 if none was. Shorter ones are planned by themselves.
         longest: The longest call that was planned for `"sequence"`.
     """
 
     named: Mapping[str | int, Mapping[int, tuple[int, int]]]
+    shortest: int = 0
     longest: int = 0
 
     @staticmethod
@@ -133,12 +135,19 @@ class LengthAxis:
                 axes[index] = along
         return LengthCall(args, kwargs, axes, length, first, last, given[0][2])
 
+    def after(self, shortest: int, longest: int) -> LengthAxis:
+        """The lengths of later calls, once those of a range are planned."""
+        return LengthAxis(self.named, self.shortest or shortest, max(self.longest, longest))
+
     def _range(self, length: int) -> tuple[int, int]:
+        """The smallest and the largest length that are planned with one."""
         if self.named:
-            return next(sizes for each in self.named.values() for sizes in each.values())
-        if length > self.longest > 0:
-            return self.longest + 1, length
-        return _SHORTEST, max(length, self.longest)
+            first, last = next(sizes for each in self.named.values() for sizes in each.values())
+        elif length > self.longest > 0:
+            first, last = self.longest + 1, length
+        else:
+            first, last = _SHORTEST, max(length, self.longest)
+        return max(first, self.shortest), last
 
     def _given(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]

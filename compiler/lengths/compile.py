@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
-from ...backends.torch import CompiledPlan, LengthFamily, ReservedMemory, VariedCall
+from ...backends.torch import LengthFamily, ReservedMemory, VariedCall
 from ...backends.torch.guards.free_numbers import NO_NUMBERS
-from ...ir import BudgetError, IrcError, UnsupportedError, VerificationError, liveness
+from ...ir import BudgetError, IrcError, Node, UnsupportedError, UsageError, VerificationError, liveness
 from ...ir.verify import verify_graph, verify_schedule
 from ...passes import Program
 from ...passes.costs.machines import machine_named
@@ -32,6 +33,9 @@ _EXCESS = 0.15
 _LITTLE = 0.001
 """An overhead that is not worth another plan."""
 _MOST_PLANS = 12
+_MOST_RANGES = 64
+"""A range of lengths is not divided if it is smaller than this part of the longest."""
+_CONVOLUTION = "convolution"
 _PRECISION = 0.01
 """The part of a length to which it is found out up to where nothing is computed twice."""
 
@@ -57,7 +61,7 @@ def compile_lengths(
         IrcError: As `compile_call`.
     """
     axis = request.lengths
-    call = None if axis is None or varied is not None else axis.find(module, args, kwargs)
+    call = None if axis is None or varied is not None else _found(axis, module, args, kwargs, request)
     if axis is None or call is None or not call.is_plain:
         return compile_call(module, args, kwargs, request, reserved, varied)
     try:
@@ -70,6 +74,22 @@ def compile_lengths(
         made = compile_call(module, args, kwargs, request, reserved, varied)
         _log.warning("%s is planned for each length by itself: %s", call.name, error.message)
         return replace(made, request=replace(made.request, dynamic=None))
+
+
+def _found(
+    axis: LengthAxis, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+) -> LengthCall | None:
+    """The call with its length; None if it has none in the range.
+
+    Raises:
+        UsageError: IRC406 if the example lacks what the option names.
+    """
+    try:
+        return axis.find(module, args, kwargs)
+    except UsageError:
+        if request.example is None:
+            raise
+        return None
 
 
 @dataclass(frozen=True)
@@ -110,12 +130,17 @@ class _Compiler:
         last = self.call.last
         family_of_calls = LengthFamily(*self.call.place, self.call.name)
         while last >= self.call.first:
-            family = graph_family(self.module, self.call, self.request, last)
+            try:
+                family = graph_family(self.module, self.call, self.request, last)
+            except UnsupportedError as error:
+                if not self.made:
+                    raise
+                _log.info("%s of %d and less is planned by itself: %s", self.call.name, last, error.message)
+                break
             self._compile(family, family_of_calls)
             last = family.first - 1
         first, *others = self.made
-        longest = max(axis.longest, self.call.last)
-        request = replace(first.request, dynamic=replace(axis, longest=0 if axis.named else longest))
+        request = replace(first.request, dynamic=axis.after(last + 1, self.call.last))
         return replace(first, others=tuple(each.compiled for each in others), request=request)
 
     def _compile(self, family: GraphFamily, calls: LengthFamily) -> None:
@@ -136,10 +161,11 @@ class _Compiler:
         while len(planned) < _MOST_PLANS:
             gaps = [(_excess(a, b), k) for k, (a, b) in enumerate(pairwise(planned))]
             total = sum((b.length - a.length) * (a.overhead + b.overhead) / 2 for a, b in pairwise(planned))
-            most, place = max(gaps)
+            _, place = max(gaps)
             spared = max(_EXCESS * total, _LITTLE * (family.last - family.first))
             a, b = planned[place : place + 2]
-            if sum(excess for excess, _ in gaps) <= spared or b.length - a.length < 2:
+            narrow = max(2, family.last // _MOST_RANGES)
+            if sum(excess for excess, _ in gaps) <= spared or b.length - a.length < narrow:
                 break
             planned.insert(place + 1, self._plan(family, (a.length + b.length) // 2, longest))
         return planned
@@ -147,12 +173,32 @@ class _Compiler:
     def _plan(self, family: GraphFamily, length: int, timed: _Planned | None = None) -> _Planned:
         """Makes the schedule for a length; times are those of another, as far as they are known."""
         captured, prepared = family.at(length)
-        scaled = None if timed is None else _scaled(timed.program)
-        program = planned_call(captured, prepared, self.request, self.reserved, scaled)
+        costed = partial(self._costed, timed=None if timed is None else timed.program)
+        program = planned_call(captured, prepared, self.request, self.reserved, costed)
         if self.request.example is None:
             settled = self.request.settled(captured, program)
             self.request = replace(settled, observers=())
         return _Planned(length, family, program)
+
+    def _costed(self, program: Program, *, with_times: bool, timed: Program | None = None) -> Program:
+        """The program with costs that hold for shorter lengths too.
+
+        Kernels of convolutions copy tensors or not as their sizes divide: what is measured at one length
+        says nothing of another, and a bound takes its place.
+        """
+        known = timed is not None and timed.costs is not None and timed.costs.has_times
+        found = costed_call(program, self.request, with_times=with_times and not known)
+        assert found.costs is not None
+        costs = found.costs
+        modelled = _modelled(program)
+        workspaces = {
+            node: max(nbytes, modelled.workspace_bytes[node]) if _CONVOLUTION in node.op else nbytes
+            for node, nbytes in costs.workspace_bytes.items()
+        }
+        costs = replace(costs, workspace_bytes=workspaces)
+        if with_times and known and timed is not None:
+            costs = replace(costs, seconds=_scaled(timed, program, modelled), has_times=True)
+        return replace(found, costs=costs)
 
     def _all_kept_up_to(self, family: GraphFamily, longest: _Planned) -> int:
         """Returns about the largest length for which nothing has to be computed twice."""
@@ -191,7 +237,6 @@ class _Compiler:
         compiled = replace(made.compiled, lengths=lengths, reason=f"{calls.name} of {span}")
         self.made.append(replace(made, compiled=compiled))
 
-
     def _check(self, planned: _Planned, before: _Planned | None) -> None:
         """Verifies a schedule at the length below those that it is for, with the workspaces measured there.
 
@@ -205,7 +250,7 @@ class _Compiler:
         first = planned.family.first if before is None else before.length
         _, program = planned.family.at(first)
         if before is None:
-            program = costed_call(program, self.request, with_times=False)
+            program = self._costed(program, with_times=False)
         else:
             assert before.program.costs is not None
             program = replace(program, costs=_carried(before.program.costs, program, before.program))
@@ -247,29 +292,23 @@ def _carried(costs: Costs, program: Program, known: Program) -> Costs:
     )
 
 
-def _scaled(timed: Program) -> Callable[[Program], Program]:
-    """Adds times to programs: those of another length, as a machine's roofline makes of them."""
-    machine = machine_named("cpu")
-
-    def with_times(program: Program) -> Program:
-        assert program.costs is not None and timed.costs is not None
-        known = _carried(timed.costs, program, timed).seconds
-        modelled, model = (_modelled(each, machine) for each in (program, timed))
-        of_known = _carried(model, program, timed).seconds
-        seconds = {
-            node: known[node] * modelled.seconds[node] / of_known[node] if of_known[node] else known[node]
-            for node in known
-        }
-        return replace(program, costs=replace(program.costs, seconds=seconds, has_times=True))
-
-    return with_times
+def _scaled(timed: Program, program: Program, modelled: Costs) -> dict[Node, float]:
+    """The times of a program: those of another length, as a machine's roofline makes of them."""
+    assert timed.costs is not None
+    known = _carried(timed.costs, program, timed).seconds
+    of_known = _carried(_modelled(timed), program, timed).seconds
+    return {
+        node: seconds * modelled.seconds[node] / of_known[node] if of_known[node] else seconds
+        for node, seconds in known.items()
+    }
 
 
-def _modelled(program: Program, machine: Any) -> Costs:
+def _modelled(program: Program) -> Costs:
+    """The costs of the program's operations on a modest processor, by its roofline."""
     graphs = [program.graph, *([program.original] if program.original is not None else [])]
-    return Costs.united([analytic_costs(graph, machine) for graph in graphs])
+    return Costs.united([analytic_costs(graph, machine_named("cpu")) for graph in graphs])
 
 
-def _nodes(program: Program) -> Sequence[Any]:
+def _nodes(program: Program) -> Sequence[Node]:
     graphs = [program.graph, *([program.original] if program.original is not None else [])]
     return [node for graph in graphs for node in graph.operations]

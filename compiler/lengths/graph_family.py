@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...backends.torch import LengthForms, LengthFamily, LengthRange, tracing
+from ...backends.torch import LengthFamily, LengthForms, LengthRange, tracing
 from ...frontends.torch import Captured, lengths_alike
 from ...ir import (
     Compute,
@@ -128,6 +128,11 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
     captured, names = captured_call(module, *call.at(last), request)
     if has_kernels(captured.graph):
         raise UnsupportedError("IRC351", "recurrent layers are traced step by step")
+    on_gpu = any(storage.device.startswith("cuda") for storage in captured.graph.storages)
+    if on_gpu and any("convolution" in node.op for node in captured.graph.operations):
+        raise UnsupportedError(
+            "IRC351", "workspaces of convolutions on a GPU are not known for other lengths"
+        )
     with tracing():
         first = lengths_alike(
             module,
@@ -139,7 +144,9 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
             time_limit=seconds_to_capture(request.plan.time_limit),
         )
     if last - first < _FEWEST:
-        raise UnsupportedError("IRC351", f"length {last} takes another way through the model than {first - 1}")
+        raise UnsupportedError(
+            "IRC351", f"length {last} takes another way through the model than {first - 1}"
+        )
     lengths = last, first, first + (last - first) * 5 // 8
     others = [captured_call(module, *call.at(length), request, with_eager=False)[0] for length in lengths[1:]]
     if any(not _is_alike(captured, other) for other in others):
@@ -201,7 +208,7 @@ def _rewritten(
 
 
 def _is_alike(first: Captured, second: Captured) -> bool:
-    """Whether two captures have the same calling convention and constants, and draw from the same generators."""
+    """Whether two captures have the same calling convention, constants and generators."""
     mine, its = (_without_sizes(each.signature) for each in (first, second))
     return (
         mine == its

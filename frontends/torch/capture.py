@@ -163,7 +163,13 @@ class _Flat(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with self.state.one_run(), branches, self.tied.as_one(), known_values(self.lengths), TensorWrites(self.parts):
+        with (
+            self.state.one_run(),
+            branches,
+            self.tied.as_one(),
+            known_values(self.lengths),
+            TensorWrites(self.parts),
+        ):
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:

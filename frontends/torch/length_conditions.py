@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import sympy
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch._dynamo.source import ConstantSource
 
 from ...ir import UnsupportedError
 from ...ir.scalars import is_same
@@ -32,7 +32,12 @@ _FUNCTIONS = {
     "PythonMod": np.mod,
     "Max": np.maximum,
     "Min": np.minimum,
+    "IntTrueDiv": np.true_divide,
+    "FloatTrueDiv": np.true_divide,
+    "ToFloat": np.float64,
 }
+"""The functions of torch's expressions, other than those of sympy."""
+
 _DEGREE = 2
 
 
@@ -63,10 +68,8 @@ class SymbolicLength:
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         with torch.no_grad():
             line = torch.empty(self.length)
-        size = self.mode.from_tensor(
-            line, source=ConstantSource("length"), symbolic_context=context
-        ).shape[0]
-        self.symbol = size.node.expr
+        size = self.mode.from_tensor(line, source=ConstantSource("length"), symbolic_context=context).shape[0]
+        self.symbol = cast(Any, size).node.expr
         return tuple(self._stand_in(index, tensor, size) for index, tensor in enumerate(tensors))
 
     def _stand_in(self, index: int, tensor: Tensor, size: Any) -> Tensor:
@@ -81,7 +84,9 @@ class SymbolicLength:
     def number(self, symbolic: Any, length: int) -> Any:
         """The number that an expression of the symbol is at a length."""
         expression = symbolic.node.expr
-        found = length if expression == self.symbol else expression.xreplace({self.symbol: sympy.Integer(length)})
+        found = (
+            length if expression == self.symbol else expression.xreplace({self.symbol: sympy.Integer(length)})
+        )
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(symbolic)]
         return kind(found)
 
@@ -131,7 +136,12 @@ class SymbolicLength:
         if expression.free_symbols - {self.symbol}:
             raise UnsupportedError("IRC351", f"values of tensors decide, as well as the length ({where})")
         function = sympy.lambdify([self.symbol], expression, modules=[_FUNCTIONS, "numpy"])
-        return np.broadcast_to(np.asarray(function(self.lengths)), self.lengths.shape)
+        try:
+            return np.broadcast_to(np.asarray(function(self.lengths)), self.lengths.shape)
+        except (NameError, TypeError) as error:  # one of torch's functions that is not among these
+            raise UnsupportedError(
+                "IRC351", f"{where} is {expression} of the length {self.symbol}"
+            ) from error
 
     def _sizes(self, joint: torch.fx.GraphModule) -> Iterator[Any]:
         """Yields the expressions of the length that are sizes or numbers in the graph."""
@@ -140,7 +150,9 @@ class SymbolicLength:
             value = node.meta.get("val")
             for each in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(each, Tensor):
-                    found.update(s.node.expr for s in (*each.shape, *each.stride()) if isinstance(s, py_sym_types))
+                    found.update(
+                        s.node.expr for s in (*each.shape, *each.stride()) if isinstance(s, py_sym_types)
+                    )
                 elif isinstance(each, py_sym_types):
                     found.add(each.node.expr)
         yield from found

@@ -106,6 +106,9 @@ def _shown(leaf: object) -> str:
     return "a tensor" if isinstance(leaf, (Tensor, Slot)) else repr(leaf)
 
 
+_ADVICE = "pad it to few shapes, or plan for a range of them with dynamic= of irc.optimize"
+
+
 def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFailure:
     """Describes a tensor that has another type than planned, or that is gone."""
     help = "call irc.optimize with example arguments of this type, or pad to the planned shape"
@@ -130,7 +133,7 @@ def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFail
     now = _described(dtype, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.device))
     planned = _described(wanted.dtype.value, wanted.shape, wanted.strides, wanted.device)
     message = f"{name} is {now}; the plan was made for {planned}"
-    return GuardFailure("IRC501", message, help, changing=name, advice="pad it to few shapes")
+    return GuardFailure("IRC501", message, help, changing=name, advice=_ADVICE)
 
 
 def packed_failure(name: str) -> GuardFailure:

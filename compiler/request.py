@@ -37,7 +37,9 @@ MEASURED = "measured"
 """The costs of a plan unless others are asked for: operations measured on the device of the model."""
 
 
-Dynamic = str | Mapping[str | int, Mapping[int, tuple[int, int]]] | None
+Dynamic = (
+    str | Mapping[str, Mapping[int, tuple[int, int]]] | Mapping[int, Mapping[int, tuple[int, int]]] | None
+)
 """The sizes that vary: `"batch"`, `"sequence"`, or dimensions of arguments with their range."""
 
 SUMS = "sums"

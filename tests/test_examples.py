@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lightning_module": {"time_limit": 1},
     "torch_compile": {"time_limit": 0.3},
     "qlora": {"time_limit": 1},
+    "dynamic_padding": {"time_limit": 1},
 }
 MODELS = ("gpt2", "bert", "vit", "t5", "llama", "mamba")
 

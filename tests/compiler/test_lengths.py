@@ -27,7 +27,7 @@ WORDS = 50
 class LanguageModel(Model):
     """A small language model with the next token as the target; its function computes what the head reads."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self: Any, ids: Tensor) -> Tensor:
         logits = self.head(self.function(self, self.embedding(ids), ids))
         return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), ids[:, 1:].reshape(-1))
 
@@ -95,7 +95,12 @@ def tokens(length: int, rows: int = 3) -> tuple[Tensor]:
 
 def fitted(module: nn.Module, budget: Any = "75%", **options: Any) -> Any:
     """A copy of a model within a budget, for its lengths."""
-    settings = {"costs": "analytic", "time_limit": 1, "dynamic": {"ids": {1: (FIRST, LAST)}}, **options}
+    settings: dict[str, Any] = {
+        "costs": "analytic",
+        "time_limit": 1,
+        "dynamic": {"ids": {1: (FIRST, LAST)}},
+        **options,
+    }
     try:
         return irc.optimize(copy.deepcopy(module), tokens(20), budget, **settings)
     except irc.BudgetError as error:
@@ -187,7 +192,7 @@ def test_sequences_of_any_length_are_planned_up_to_the_longest_that_came() -> No
 @pytest.mark.slow
 def test_arguments_that_have_the_length_move_along() -> None:
     class Weighted(Model):
-        def forward(self, ids: Tensor, *, weights: Tensor, scores: Tensor) -> Tensor:
+        def forward(self: Any, ids: Tensor, *, weights: Tensor, scores: Tensor) -> Tensor:
             found = self.embedding(ids) * weights[..., None] * scores.mean(-1)[..., None]
             return found.mean(1).square().sum()
 

@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     device = present_device(options.device)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     began = datetime.now(UTC).isoformat(timespec="minutes").replace("T", " ").replace("+00:00", "")
     results: list[ModelResult] = []

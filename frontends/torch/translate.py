@@ -120,6 +120,7 @@ class _Translator:
     drawn_from: dict[fx.Node, Symbol | None] = field(default_factory=dict[fx.Node, Symbol | None])
     values: dict[fx.Node, Value] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[Value | None, ...]] = field(default_factory=dict)
+    numbers: dict[fx.Node, int | float] = field(default_factory=dict)
     storages: dict[int, Storage] = field(default_factory=dict)
     referenced: list[Any] = field(default_factory=list)
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -255,6 +256,8 @@ class _Translator:
             element = self.tuples[source][index]
             if element is not None:
                 self.values[node] = element
+            elif isinstance(number := source.meta["val"][index], int | float):
+                self.numbers[node] = number
             return
         if _is_check(node):
             return self._check_call(node, region)
@@ -315,10 +318,11 @@ class _Translator:
         if isinstance(traced, (tuple, list)):
             elements: list[Value | None] = []
             for index, element in enumerate(traced):
-                if element is not None and not isinstance(element, Tensor):
+                if element is not None and not isinstance(element, Tensor | int | float):
                     raise self._no_tensor(node, element)
                 name = f"{node.name}.{index}"
-                elements.append(None if element is None else self._value(name, element, node))
+                is_tensor = isinstance(element, Tensor)
+                elements.append(self._value(name, element, node) if is_tensor else None)
             return tuple(elements), True
         raise self._no_tensor(node, traced)
 
@@ -344,6 +348,8 @@ class _Translator:
 
     def _argument(self, argument: Any, node: fx.Node) -> Argument:
         match argument:
+            case fx.Node() if argument in self.numbers:
+                return self.numbers[argument]
             case fx.Node():
                 return self.drawn_from[argument] if argument in self.drawn_from else self.values.get(argument)
             case tuple() | list():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -278,7 +279,53 @@ def _index(mode: Any, operation: Any, data: Tensor, indices: list[Tensor | None]
         return result.new_empty_strided(tuple(result.shape), wanted) if _differ(result, wanted) else result
 
 
+def _attention(operation: Any) -> Callable[..., Any]:
+    """The rule of torch for attention on a GPU, with the results on the devices where the kernel leaves them.
+
+    Some kernels return the seed and offset of their dropout on the CPU, and read them there in backward.
+    """
+    rule = operation.py_kernels[torch._C.DispatchKey.Meta]
+
+    def attention(mode: Any, _: Any, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        devices = _devices_of_results(operation, query.device, query.dtype, int(query.shape[-1]))
+        with mode:
+            results: list[Any] = list(rule(query, *args, **kwargs))
+            for place, result in enumerate(results):
+                device = devices.get(place, query.device)
+                if isinstance(result, Tensor) and result.device != device:
+                    results[place] = torch.empty_strided(
+                        result.shape, result.stride(), dtype=result.dtype, device=device
+                    )
+            return tuple(results)
+
+    return attention
+
+
+@functools.cache
+def _devices_of_results(
+    operation: Any, device: torch.device, dtype: torch.dtype, width: int
+) -> dict[int, torch.device]:
+    """The devices of an attention's results, by their places, as a run on a few numbers shows them."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return {}
+    extra = [] if operation is _aten._scaled_dot_product_flash_attention.default else [None, True]
+    with no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        data = torch.zeros(1, 1, 8, width, dtype=dtype, device=device)
+        try:
+            results = operation(data, data, data, *extra)
+        except RuntimeError:
+            return {}
+    return {place: result.device for place, result in enumerate(results) if isinstance(result, Tensor)}
+
+
+_ATTENTIONS = (
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+
 _RULES: dict[Any, Callable[..., Any]] = {
+    **{operation: _attention(operation) for operation in _ATTENTIONS},
     **{operation: _relaid(operation, strides, count) for operation, strides, count in _LAYOUTS},
     **{operation: _mixed(operation, place) for operation, place in _NORMS},
     _COL2IM: _col2im,

@@ -63,15 +63,14 @@ class Case:
 
 
 class _Loss(nn.Module):
-    """The loss of a model of Hugging Face for token numbers, which are its own labels."""
+    """The loss of a model of Hugging Face for token numbers, which are its own labels, with a full mask."""
 
-    def __init__(self, model: nn.Module, *, has_mask: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.has_mask = model, has_mask
+        self.model = model
 
     def forward(self, words: Tensor) -> Tensor:
-        given = {"attention_mask": torch.ones_like(words)} if self.has_mask else {}
-        return self.model(input_ids=words, labels=words, **given).loss
+        return self.model(input_ids=words, labels=words, attention_mask=torch.ones_like(words)).loss
 
 
 def _gpt2() -> nn.Module:
@@ -87,7 +86,7 @@ def _gpt2() -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return _Loss(transformers.GPT2LMHeadModel(config), has_mask=False)
+    return _Loss(transformers.GPT2LMHeadModel(config))
 
 
 def _sizes() -> dict[str, Any]:
@@ -106,14 +105,14 @@ def _llama() -> nn.Module:
     config = transformers.LlamaConfig(
         **_sizes(), num_key_value_heads=2, max_position_embeddings=2048, use_cache=False
     )
-    return _Loss(transformers.LlamaForCausalLM(config), has_mask=True)
+    return _Loss(transformers.LlamaForCausalLM(config))
 
 
 def _bert() -> nn.Module:
     import transformers
 
     config = transformers.BertConfig(**_sizes(), max_position_embeddings=512)
-    return _Loss(transformers.BertForMaskedLM(config), has_mask=False)
+    return _Loss(transformers.BertForMaskedLM(config))
 
 
 def _t5() -> nn.Module:
@@ -129,7 +128,7 @@ def _t5() -> nn.Module:
         use_cache=False,
     )
     config.decoder_start_token_id = 0
-    return _Loss(transformers.T5ForConditionalGeneration(config), has_mask=False)
+    return _Loss(transformers.T5ForConditionalGeneration(config))
 
 
 CASES: dict[str, Case] = {

@@ -30,9 +30,9 @@ _log = logging.getLogger("irc")
 
 _EXCESS = 0.15
 """The part of the overhead, over all lengths, that plans for longer calls may add to it."""
-_LITTLE = 0.001
+_LITTLE = 0.0003
 """An overhead that is not worth another plan."""
-_MOST_PLANS = 12
+_MOST_PLANS = 7
 _MOST_RANGES = 64
 """A range of lengths is not divided if it is smaller than this part of the longest."""
 _CONVOLUTION = "convolution"
@@ -184,10 +184,19 @@ class _Compiler:
         """The program with costs that hold for shorter lengths too.
 
         Kernels of convolutions copy tensors or not as their sizes divide: what is measured at one length
-        says nothing of another, and a bound takes its place.
+        says nothing of another, and a bound takes its place. Between two lengths that are measured,
+        workspaces are those of the longer.
+
+        Args:
+            program: The program of a length.
+            with_times: Whether the operations' times are asked for.
+            timed: The program of a longer length that is measured, if this one is not to be.
         """
-        known = timed is not None and timed.costs is not None and timed.costs.has_times
-        found = costed_call(program, self.request, with_times=with_times and not known)
+        if timed is not None and timed.costs is not None and timed.costs.has_times:
+            costs = _carried(timed.costs, program, timed)
+            costs = replace(costs, seconds=_scaled(timed, program, _modelled(program)), has_times=with_times)
+            return replace(program, costs=costs)
+        found = costed_call(program, self.request, with_times=with_times)
         assert found.costs is not None
         costs = found.costs
         modelled = _modelled(program)
@@ -195,10 +204,7 @@ class _Compiler:
             node: max(nbytes, modelled.workspace_bytes[node]) if _CONVOLUTION in node.op else nbytes
             for node, nbytes in costs.workspace_bytes.items()
         }
-        costs = replace(costs, workspace_bytes=workspaces)
-        if with_times and known and timed is not None:
-            costs = replace(costs, seconds=_scaled(timed, program, modelled), has_times=True)
-        return replace(found, costs=costs)
+        return replace(found, costs=replace(costs, workspace_bytes=workspaces))
 
     def _all_kept_up_to(self, family: GraphFamily, longest: _Planned) -> int:
         """Returns about the largest length for which nothing has to be computed twice."""

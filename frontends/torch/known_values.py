@@ -152,10 +152,11 @@ class _KnownValues(TorchDispatchMode):
         depends |= not known and any(
             isinstance(size, py_sym_types) for each in tensors for size in (*each.shape, *each.stride())
         )
-        is_made = func.overloadpacket in _FACTORIES or (not tensors and func.overloadpacket in _PLACE_OF_FILL)
-        is_made |= not tensors and func.overloadpacket in _FILLS
-        if not depends or not (known or is_made):
+        is_filled = func.overloadpacket in _FILLS or func.overloadpacket in _PLACE_OF_FILL
+        if not depends or not (known or is_filled or func.overloadpacket in _FACTORIES):
             return None
+        if tensors and is_filled:
+            return _filled(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(Tensor, self.values.__getitem__, (args, kwargs))
         return _Deferred(func, args, kwargs)
 
@@ -221,6 +222,18 @@ class _Deferred:
             with no_dispatch():
                 self.known = length, self.func(*args, **kwargs)
         return self.known[1]
+
+
+_OF_SIZE = {_aten.new_zeros, _aten.new_ones, _aten.new_full}
+"""Operations that are given the size of the tensor which they fill; others take it from another tensor."""
+
+
+def _filled(func: OpOverload, args: Any, kwargs: Any) -> _Deferred:
+    """A tensor of one number, of a size that depends on the length; it has the type of another tensor."""
+    operation, like = func.overloadpacket, args[0]
+    fill = args[_PLACE_OF_FILL[operation]] if operation in _PLACE_OF_FILL else _FILLS[operation]
+    shape = list(args[1] if operation in _OF_SIZE else like.shape)
+    return _Deferred(_aten.full.default, (shape, fill), {"dtype": kwargs.get("dtype") or like.dtype})
 
 
 def _new_values(func: OpOverload, args: Any, kwargs: Any, made: list[Tensor]) -> list[Tensor] | None:

@@ -205,8 +205,21 @@ def _flops(node: Node) -> float:
 
     results = tuple(None if value is None else stand_in(value) for value in node.results)
     arguments = [stand_in(argument) for argument in node.arguments]
+    if "scaled_dot_product" in name:
+        arguments = _with_all_heads(arguments, is_backward="backward" in name)
     keywords = {key: stand_in(argument) for key, argument in node.keywords}
     return float(formula(*arguments, **keywords, out_val=results if node.is_sequence else results[0]))
+
+
+def _with_all_heads(arguments: list[Any], *, is_backward: bool) -> list[Any]:
+    """The arguments of an attention, with a key and a value for each head of the queries.
+
+    torch's formulas know no heads that share them.
+    """
+    first = 1 if is_backward else 0
+    query, *shared = arguments[first : first + 3]
+    shared = [each.new_empty(*query.shape[:2], *each.shape[2:]) for each in shared]
+    return [*arguments[: first + 1], *shared, *arguments[first + 3 :]]
 
 
 def signature(node: Node) -> str:

@@ -131,8 +131,12 @@ def main(budget: int | str = "70%", **options: Any) -> bool:
     is_same = expected == losses and all(torch.equal(a, b) for a, b in pairs)
     print(f"losses {losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
     measured = peak_of_longest(fitted, batch)
-    print(f"budget {fitted.plan.budget_bytes:,} B, measured peak of the longest batch {measured:,} B")
-    return is_same and measured <= fitted.plan.budget_bytes
+    plan = fitted.plan
+    print(
+        f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, "
+        f"measured {measured:,} B for the longest batch"
+    )
+    return is_same and measured <= plan.peak_bytes
 
 
 if __name__ == "__main__":

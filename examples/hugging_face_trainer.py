@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import transformers
 from torch import Tensor, nn
 
 import irc
+from irc.compiler.training import measured_peak_bytes
 
 Data = list[dict[str, Tensor]]
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1}
@@ -138,11 +140,12 @@ def first_batch(trainer: transformers.Trainer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training ends with: the losses, the weights, and the plan where there was a budget."""
+    """What training ends with: losses, weights, and where there was a budget the plan and a measured peak."""
 
     losses: list[float]
     weights: dict[str, Tensor]
     plan: irc.Plan | None
+    measured_bytes: int = 0
 
     def equals(self, other: Trained) -> bool:
         """Whether losses and weights are the same bit for bit."""
@@ -155,6 +158,7 @@ def train(name: str, accumulation: int, budget: int | str | None = None, **optio
     transformers.set_seed(0)
     model, data = MODELS[name]()
     plan: irc.Plan | None = None
+    measured: Callable[[], int] | None = None
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(model, data, folder, accumulation)
         if budget is not None:
@@ -164,9 +168,15 @@ def train(name: str, accumulation: int, budget: int | str | None = None, **optio
             fitted = irc.optimize(model, (), budget, example_kwargs=batch, **options)
             plan = fitted.plan
             trainer = trainer_of(fitted, data, folder, accumulation)
+            measured = partial(
+                measured_peak_bytes,
+                *(fitted, (), fitted.plan.static_bytes),
+                keywords=batch,
+                loss=lambda result: result.loss,
+            )
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Trained(losses, model.state_dict(), plan)
+    return Trained(losses, model.state_dict(), plan, 0 if measured is None else measured())
 
 
 def main(
@@ -179,10 +189,14 @@ def main(
         expected, fitted = train(name, accumulation), train(name, accumulation, budget, **options)
         plan = fitted.plan
         assert plan is not None and len(expected.losses) == 2
-        found[name] = expected.equals(fitted)
-        same = "the same" if found[name] else "DIFFERENT"
+        same = expected.equals(fitted)
+        found[name] = same and fitted.measured_bytes <= plan.peak_bytes
         saved = plan.peak_bytes / plan.baseline_peak_bytes
-        print(f"{name}: losses and weights {same}, {saved:.1%} of the memory, {plan.overhead:.1%} more time")
+        print(
+            f"{name}: losses and weights {'the same' if same else 'DIFFERENT'}, {saved:.1%} of the memory, "
+            f"{plan.overhead:.1%} more time; budget {plan.budget_bytes:,} B, predicted peak "
+            f"{plan.peak_bytes:,} B, measured {fitted.measured_bytes:,} B"
+        )
     return found
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import irc
+from irc.compiler.training import measured_peak_bytes
 
 BATCH = 128
 
@@ -67,19 +68,20 @@ def main(budget: int | str = "75%", **options: Any) -> bool:
     expected = train(make_model())
 
     torch.manual_seed(0)
-    labels = torch.zeros(BATCH, dtype=torch.long)
-    fitted = irc.optimize(
-        make_model(),
-        (torch.randn(BATCH, 32),),
-        budget,
-        loss=lambda y: functional.cross_entropy(y, labels),
-        **options,
-    )
+    model, inputs, labels = make_model(), torch.zeros(BATCH, 32), torch.zeros(BATCH, dtype=torch.long)
+
+    def loss(scores: Tensor) -> Tensor:
+        return functional.cross_entropy(scores, labels)
+
+    fitted = irc.optimize(model, (inputs,), budget, loss=loss, **options)
     print(fitted.plan.summary())
     found = train(fitted)
     same = all(torch.equal(value, found[name]) for name, value in expected.items())
     print(f"the weights are {'the same' if same else 'DIFFERENT'}")
-    return same
+    plan = fitted.plan
+    measured = measured_peak_bytes(fitted, (inputs,), plan.static_bytes, loss=loss)
+    print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
+    return same and measured <= plan.peak_bytes
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
+from irc.compiler.training import measured_peak_bytes
 
 
 def block(channels_in: int, channels_out: int) -> nn.Sequential:
@@ -53,19 +54,23 @@ def main(steps: int = 4, **options: Any) -> bool:
     torch.manual_seed(0)
     model = make_model()
     original = copy.deepcopy(model)
+    images, labels = torch.randn(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+
+    def loss(scores: Tensor) -> Tensor:
+        return functional.cross_entropy(scores, labels)
 
     # The one line: example arguments, and a budget. `loss` tells what the loop computes outside of the model.
-    images, labels = torch.randn(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
-    fitted = irc.optimize(
-        model, (images,), "60%", loss=lambda y: functional.cross_entropy(y, labels), **options
-    )
+    fitted = irc.optimize(model, (images,), "60%", loss=loss, **options)
 
     print(fitted.plan.summary())
     same = train(fitted, steps) == train(original, steps)
     weights = fitted.state_dict()
     same &= all(torch.equal(value, weights[name]) for name, value in original.state_dict().items())
     print(f"after {steps} steps, losses and weights are {'the same' if same else 'DIFFERENT'}")
-    return same
+    plan = fitted.plan
+    measured = measured_peak_bytes(fitted, (images,), plan.static_bytes, loss=loss)
+    print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
+    return same and measured <= plan.peak_bytes
 
 
 if __name__ == "__main__":

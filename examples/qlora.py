@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 import irc
+from irc.compiler.training import measured_peak_bytes
 
 STEPS = 4
 WORDS = 500
@@ -86,7 +87,12 @@ def main(budget: int | str = "50%", **options: Any) -> bool:
     pairs = zip(original.named_parameters(), fitted.named_parameters(), strict=True)
     is_same = expected == losses and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
     print(f"losses {losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
-    return is_same
+    plan = fitted.plan
+    measured = measured_peak_bytes(
+        fitted, (), plan.static_bytes, keywords=example, loss=lambda result: result.loss
+    )
+    print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
+    return is_same and measured <= plan.peak_bytes
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "torch_compile": {"time_limit": 0.3},
     "qlora": {"time_limit": 1},
     "dynamic_padding": {"time_limit": 1},
+    "peft_lora": {"time_limit": 1},
+    "trl_sft": {"time_limit": 1},
+    "diffusers_unet": {"time_limit": 1},
+    "accelerate_accumulation": {"time_limit": 1},
 }
 MODELS = ("gpt2", "bert", "vit", "t5", "llama", "mamba")
 

@@ -33,7 +33,7 @@ _EXCESS = 0.15
 _LITTLE = 0.0003
 """An overhead that is not worth another plan."""
 _MOST_PLANS = 7
-_MOST_RANGES = 64
+_MOST_RANGES = 32
 """A range of lengths is not divided if it is smaller than this part of the longest."""
 _CONVOLUTION = "convolution"
 _PRECISION = 0.01
@@ -164,7 +164,7 @@ class _Compiler:
             _, place = max(gaps)
             spared = max(_EXCESS * total, _LITTLE * (family.last - family.first))
             a, b = planned[place : place + 2]
-            narrow = max(2, family.last // _MOST_RANGES)
+            narrow = max(4, family.last // _MOST_RANGES)
             if sum(excess for excess, _ in gaps) <= spared or b.length - a.length < narrow:
                 break
             planned.insert(place + 1, self._plan(family, (a.length + b.length) // 2, longest))

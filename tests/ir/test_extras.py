@@ -30,7 +30,7 @@ def test_the_extras_are_those_of_the_distribution() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {extra: {re.split("[<>=]", package)[0] for package in declared[extra]} for extra in EXTRAS}
     assert names == {extra: set(packages) for extra, packages in EXTRAS.items()}
-    assert f"irc-compiler[{','.join(EXTRAS)}]" in declared["dev"]
+    assert f"irc-compiler[{','.join(EXTRAS)},examples]" in declared["dev"]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

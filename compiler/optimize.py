@@ -142,6 +142,11 @@ def optimize(
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
             dimension of their tensors alone take over its schedule without a search, if their operations
             are the same and it fits. Others, larger ones among them, are planned as usual.
+            `{"input_ids": {1: (64, 2048)}}` names arguments (or their positions), dimensions, and their
+            smallest and largest size: calls of all these lengths are planned now, within a budget that is
+            for the longest, and tensors that have the example's size in the same dimension move along.
+            `"sequence"` is the second dimension, up to the example's length, and further when longer calls
+            come. A length that decides more than sizes is planned when it comes; a line is logged then.
         exact: True gives the original's numbers to the bit. `"sums"` lets sums be taken in another order: a
             loss head (projection to classes, log-softmax, cross entropy) may run in tiles of rows, so that
             only one tile's logits are there at a time. The losses of rows are summed as before; `.plan`

@@ -330,12 +330,16 @@ class Request:
         if plan.which:
             names = tuple(offloaded.name for offloaded in program.graph.offloaded_parameters)
             plan = replace(plan, offloaded_names=names)
-        release = self.release
-        if release is not None and release.optimizer is not None:
-            known = {node.operands[0].type: StepCost.of(node) for node in program.graph.releases}
-            release = replace(release, known=known)
         example = Example(captured.graph, captured.signature, program if self.dynamic == "batch" else None)
-        return replace(self, plan=plan, release=release, example=example, observers=())
+        return replace(self.with_known_steps(program), plan=plan, example=example, observers=())
+
+    def with_known_steps(self, program: Program) -> Request:
+        """The request, to which the cost of each optimizer's step in a program is known."""
+        release = self.release
+        if release is None or release.optimizer is None:
+            return self
+        known = {node.operands[0].type: StepCost.of(node) for node in program.graph.releases}
+        return replace(self, release=replace(release, known=known))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _request, ({each.name: getattr(self, each.name) for each in fields(self)},)

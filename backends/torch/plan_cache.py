@@ -471,13 +471,13 @@ class PlanCache:
             "planned again in %.1f s%s (plan %d of at most %d): %s%s",
             seconds,
             peak,
-            len(self._entries),
+            len({_kind(each) for each in self._entries}),
             self.limit,
             entry.compiled.reason,
             advice,
         )
         for compiled in given_up:
-            if len(self._entries) < self.limit:
+            if len({_kind(each) for each in self._entries}) < self.limit:
                 _log.warning(
                     "gave up the plan for (%s): its peak does not count what the new plan keeps; calls like "
                     "that are planned once more",

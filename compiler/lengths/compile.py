@@ -132,15 +132,17 @@ class _Compiler:
         while last >= self.call.first:
             try:
                 family = graph_family(self.module, self.call, self.request, last)
-            except UnsupportedError as error:
-                if not self.made:
+                self._compile(family, family_of_calls)
+            except (BudgetError, UnsupportedError) as error:
+                if last == self.call.last:
                     raise
                 _log.info("%s of %d and less is planned by itself: %s", self.call.name, last, error.message)
                 break
-            self._compile(family, family_of_calls)
             last = family.first - 1
         first, *others = self.made
-        request = replace(first.request, dynamic=axis.after(last + 1, self.call.last))
+        shortest = self.made[-1].compiled.lengths
+        assert shortest is not None
+        request = replace(first.request, dynamic=axis.after(shortest.first, self.call.last))
         return replace(first, others=tuple(each.compiled for each in others), request=request)
 
     def _compile(self, family: GraphFamily, calls: LengthFamily) -> None:

@@ -193,6 +193,8 @@ def _rewritten(
         DiffersByLength: The rewrites change in what they do there.
     """
 
+    request = request.with_known_steps(prepared)
+
     def at(length: int) -> tuple[Any, ...]:
         graph, deliveries = specialize(general, length)
         program = prepared_call(replace(captured, graph=graph, eager=None), request)

@@ -276,3 +276,20 @@ def test_the_longest_call_has_to_fit() -> None:
         irc.optimize(
             language_model(rotary), tokens(9), "24KiB", dynamic={"ids": {1: (8, 60)}}, costs="analytic"
         )
+
+
+@pytest.mark.slow
+def test_optimizers_in_backward_step_at_every_length() -> None:
+    module = language_model(attention)
+    ours = fitted(module, "90%", optimizer_in_backward=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    planned = len(ours.irc_plans)
+    for length in (LAST, FIRST, 33, 51):
+        (ids,) = tokens(length)
+        for each in (ours, module):
+            torch.manual_seed(length)
+            each(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), module.parameters(), strict=True))
+    assert len(ours.irc_plans) == planned

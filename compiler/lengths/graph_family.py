@@ -192,7 +192,6 @@ def _rewritten(
     Raises:
         DiffersByLength: The rewrites change in what they do there.
     """
-
     request = request.with_known_steps(prepared)
 
     def at(length: int) -> tuple[Any, ...]:

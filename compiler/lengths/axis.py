@@ -110,21 +110,31 @@ class LengthAxis:
             )
         return LengthAxis(cast("Mapping[str | int, Mapping[int, tuple[int, int]]]", dynamic))
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LengthCall | None:
-        """The call with its length; None if it has none, or one outside of the range.
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LengthCall:
+        """The call with its length.
 
         Raises:
-            UsageError: IRC406 if an argument that is named is not a tensor of the call.
+            UsageError: IRC406 if it has none in the range, or lacks an argument that is named.
         """
         tensors = [leaf for leaf in _flat(args, kwargs)[0] if isinstance(leaf, Tensor)]
         given = self._given(module, args, kwargs, tensors) if self.named else _sequence(tensors)
+        if not given:
+            raise UsageError("IRC406", "no tensor of this call has a second dimension", help=_HELP)
         sizes = {tensors[index].shape[dimension] for index, dimension, _ in given}
-        if len(sizes) != 1:
-            return None
+        if len(sizes) > 1:
+            raise UsageError(
+                "IRC406",
+                f"the dimensions that dynamic names have {len(sizes)} sizes in this call, {sorted(sizes)}",
+                help="name dimensions that have the same size in each call",
+            )
         (length,) = sizes
         first, last = self._range(length)
         if not first <= length <= last:
-            return None
+            raise UsageError(
+                "IRC406",
+                f"{given[0][2]} has the size {length} in this call, and dynamic names {first} to {last}",
+                help="give an example of a size in the range, or a wider range",
+            )
         axes: dict[int, tuple[int, ...]] = {}
         for index, dimension, _ in given:
             axes[index] = (*axes.get(index, ()), dimension)

@@ -62,8 +62,9 @@ def compile_lengths(
     """
     axis = request.lengths
     call = None if axis is None or varied is not None else _found(axis, module, args, kwargs, request)
-    if axis is None or call is None or not call.is_plain:
+    if call is None:
         return compile_call(module, args, kwargs, request, reserved, varied)
+    assert axis is not None
     try:
         return _Compiler(module, call, request, reserved).compiled(axis)
     except BudgetError:

@@ -125,6 +125,8 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
         IrcError: As `compile_call`.
         UnsupportedError: IRC351 if the length decides something else than sizes.
     """
+    if not call.is_plain:
+        raise UnsupportedError("IRC351", "a tensor that has the length is not row-major")
     captured, names = captured_call(module, *call.at(last), request)
     if has_kernels(captured.graph):
         raise UnsupportedError("IRC351", "recurrent layers are traced step by step")

@@ -250,6 +250,8 @@ def test_results_of_any_length_train() -> None:
         ({"ids": {1: (2, 5)}, "w": {1: (2, 6)}}, "2 ranges of sizes"),
         ({"other": {1: (2, 50)}}, "argument other, which is not a tensor"),
         ({"ids": {2: (2, 50)}}, r"dimension 2 of argument ids, whose shape is \[3, 20\]"),
+        ({"ids": {1: (2, 19)}}, "argument ids has the size 20 in this call, and dynamic names 2 to 19"),
+        ({"ids": {0: (2, 50), 1: (2, 50)}}, r"2 sizes in this call, \[3, 20\]"),
     ],
 )
 def test_what_names_no_length_is_refused(dynamic: Any, message: str) -> None:

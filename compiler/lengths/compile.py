@@ -22,7 +22,7 @@ from ..compile import CompiledCall, compile_call, costed_call, emitted_call, pla
 from ..frozen_heap import frozen_heap
 from ..request import Request
 from .axis import LengthAxis, LengthCall
-from .graph_family import GraphFamily, graph_family, schedule_of
+from .graph_family import GraphFamily, GraphsDiffer, graph_family, schedule_of
 
 __all__ = ["compile_lengths"]
 
@@ -134,8 +134,14 @@ class _Compiler:
             try:
                 family = graph_family(self.module, self.call, self.request, last)
                 self._compile(family, family_of_calls)
+            except GraphsDiffer:
+                if self.made:
+                    raise
+                self._compile_alone(last)
+                last -= 1
+                continue
             except (BudgetError, UnsupportedError) as error:
-                if last == self.call.last:
+                if not any(each.compiled.lengths for each in self.made):
                     raise
                 _log.info("%s of %d and less is planned by itself: %s", self.call.name, last, error.message)
                 break
@@ -145,6 +151,14 @@ class _Compiler:
         assert shortest is not None
         request = replace(first.request, dynamic=axis.after(shortest.first, self.call.last))
         return replace(first, others=tuple(each.compiled for each in others), request=request)
+
+    def _compile_alone(self, length: int) -> None:
+        """Compiles a length by itself, such as that of a whole table of positions, which is not sliced."""
+        args, kwargs = self.call.at(length)
+        made = compile_call(self.module, args, kwargs, self.request, self.reserved)
+        compiled = replace(made.compiled, reason=f"{self.call.name} of {length}")
+        self.request = made.request
+        self.made.append(replace(made, compiled=compiled))
 
     def _compile(self, family: GraphFamily, calls: LengthFamily) -> None:
         """Compiles the calls of one graph."""

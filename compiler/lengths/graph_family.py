@@ -31,10 +31,14 @@ from ..request import Request
 from ..time_steps import has_kernels, seconds_to_capture
 from .axis import LengthCall
 
-__all__ = ["GraphFamily", "graph_family", "schedule_of"]
+__all__ = ["GraphFamily", "GraphsDiffer", "graph_family", "schedule_of"]
 
 _FEWEST = 8
 """The number of lengths from which on one graph is made for all."""
+
+
+class GraphsDiffer(UnsupportedError):
+    """The graph of the largest length is not that of the others, though the same code made it."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
 
     Raises:
         IrcError: As `compile_call`.
+        GraphsDiffer: IRC351 if the graph of the largest length is another one.
         UnsupportedError: IRC351 if the length decides something else than sizes.
     """
     if not call.is_plain:
@@ -158,7 +163,7 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
         graphs = generalize(_with_known_losses([captured, *others], lengths), lengths)
         general = _rewritten(captured, prepared, graphs, request, last)
     except DiffersByLength as error:
-        raise UnsupportedError("IRC351", f"lengths differ in more than sizes: {error}") from error
+        raise GraphsDiffer("IRC351", f"lengths differ in more than sizes: {error}") from error
     if any(not number.is_most_at(first, last) for number in numbers_by_length(_storages(general))):
         raise UnsupportedError("IRC351", "a tensor is larger for a shorter length")
     return GraphFamily(first, last, captured, names, prepared, general)

@@ -89,6 +89,10 @@ def looping(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
+def positioned(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return m.linear(x + m.positions(m.position_ids[:, : ids.shape[1]])).tanh()
+
+
 def tokens(length: int, rows: int = 3) -> tuple[Tensor]:
     return (torch.randint(0, WORDS, (rows, length)),)
 
@@ -295,3 +299,16 @@ def test_optimizers_in_backward_step_at_every_length() -> None:
         optimizer.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), module.parameters(), strict=True))
     assert len(ours.irc_plans) == planned
+
+
+@pytest.mark.slow
+def test_the_length_of_a_whole_table_is_planned_by_itself() -> None:
+    module = language_model(positioned, positions=nn.Embedding(LAST, 16))
+    module.register_buffer("position_ids", torch.arange(LAST).expand((1, -1)))
+    ours = fitted(module)
+    planned = [each.call for each in ours.irc_plans]
+    assert planned[0] == f"dimension 1 of argument ids of {LAST}"
+    assert f"dimension 1 of argument ids of {FIRST} to " in " ".join(planned)
+    for length in (LAST, FIRST, LAST - 1, 31):
+        assert_agree(ours, module, *tokens(length))
+    assert len(ours.irc_plans) == len(planned)

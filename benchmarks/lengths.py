@@ -63,14 +63,15 @@ class Case:
 
 
 class _Loss(nn.Module):
-    """The loss of a model of Hugging Face for token numbers, which are its own labels, with a full mask."""
+    """The loss of a model of Hugging Face for token numbers, which are its labels, perhaps with a mask."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, has_mask: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.has_mask = model, has_mask
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.model(input_ids=words, labels=words, attention_mask=torch.ones_like(words)).loss
+        given = {"attention_mask": torch.ones_like(words)} if self.has_mask else {}
+        return self.model(input_ids=words, labels=words, **given).loss
 
 
 def _gpt2() -> nn.Module:
@@ -128,7 +129,7 @@ def _t5() -> nn.Module:
         use_cache=False,
     )
     config.decoder_start_token_id = 0
-    return _Loss(transformers.T5ForConditionalGeneration(config))
+    return _Loss(transformers.T5ForConditionalGeneration(config), has_mask=False)
 
 
 CASES: dict[str, Case] = {

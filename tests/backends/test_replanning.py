@@ -812,7 +812,7 @@ def test_a_plan_that_is_not_for_its_call_is_refused() -> None:
     assert ours(*rows(3)).requires_grad
 
 
-@pytest.mark.parametrize("options", [{"plans": 0}, {"plans": True}, {"plans": "8"}, {"dynamic": "sequence"}])
+@pytest.mark.parametrize("options", [{"plans": 0}, {"plans": True}, {"plans": "8"}, {"dynamic": "rows"}])
 def test_malformed_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(irc.UsageError, match="IRC406"):
         planned(tanh(), rows(3), **options)

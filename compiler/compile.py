@@ -35,7 +35,7 @@ from ..ir import (
     Plan,
     UsageError,
 )
-from ..passes import PassManager, Program, TileLossHeads
+from ..passes import PassManager, Program, TileRows
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
@@ -309,7 +309,7 @@ def _whole_or_tiled(
         return planned_call(captured, program, request, reserved)
 
     def tiled(tiles: int) -> Program:
-        in_tiles = PassManager([TileLossHeads(tiles)], request.observers).run(program)
+        in_tiles = PassManager([TileRows(tiles)], request.observers).run(program)
         in_tiles = replace(in_tiles, kernels=costed_call(program, request))
         return planned_call(captured, in_tiles, request, reserved)
 

@@ -1,4 +1,4 @@
-"""Plans with loss heads in tiles of rows, where sums may be taken in another order."""
+"""Plans with loss heads and wide layers in tiles of rows, where sums may be taken in another order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ..ir import BudgetError, Graph, IrcError, TimeLimitError
-from ..passes import Program, loss_heads
+from ..passes import Program, row_regions
 
 __all__ = ["tiles_of", "whole_or_tiled"]
 
@@ -15,38 +15,29 @@ _FEWEST = 4
 _TIMES_MORE = 2
 """The fewest tiles, and how many times more each attempt has than the one before."""
 
-_MOST_IN_16_BITS = 16
-"""The most tiles whose sum is rounded to 16 bits at each of them.
-
-The gradient of a head in bfloat16 is off from that in float64 by .3% whole, .5% of 16 tiles, 15% of 512.
-"""
-
 _SMALLER = 0.999
 """If nothing fits, the last attempt is one whose smallest budget is not below this part of the others."""
 
 _LEAST_BYTES = 1 << 20
-"""Logits of a tile are not made smaller than this: the calls of operations would take the time."""
+"""The widest tensors of a tile are not made smaller than this: calls of operations would take the time."""
 
 
 def tiles_of(graph: Graph) -> Iterator[int]:
-    """Yields the numbers of tiles that are worth an attempt, fewest first; none if no head can be tiled."""
-    heads = loss_heads(graph)
-    rows = max((head.rows for head in heads), default=0)
-    logits_bytes = max((head.logits_bytes for head in heads), default=0)
-    most = min(rows, _MOST_IN_16_BITS) if any(head.sums_in_16_bits for head in heads) else rows
+    """Yields the numbers of tiles that are worth an attempt, fewest first; none if nothing can be tiled."""
+    widest = max(row_regions(graph), key=lambda region: region.wide_bytes, default=None)
     tiles = _FEWEST
-    while tiles <= most and tiles * _LEAST_BYTES <= logits_bytes:
+    while widest is not None and tiles <= widest.most_tiles and tiles * _LEAST_BYTES <= widest.wide_bytes:
         yield tiles
         tiles *= _TIMES_MORE
 
 
 def whole_or_tiled(graph: Graph, whole: Callable[[], Program], tiled: Callable[[int], Program]) -> Program:
-    """The fastest plan of those with loss heads whole and in tiles, with as many tiles as help.
+    """The fastest plan of those with all operations whole and in tiles, with as many tiles as help.
 
     Args:
-        graph: The graph with whole heads.
+        graph: The graph with whole operations.
         whole: Plans it.
-        tiled: Plans it with heads in so many tiles.
+        tiled: Plans it with the widest operations in so many tiles.
 
     Raises:
         BudgetError: If none fits, that of the one with the smallest budget.
@@ -61,7 +52,7 @@ def whole_or_tiled(graph: Graph, whole: Callable[[], Program], tiled: Callable[[
             least = min(map(_minimum_bytes, refused), default=math.inf)
             refused.append(error)
             if best is None and math.inf > _minimum_bytes(error) > _SMALLER * least:
-                break  # the head is not what needs most
+                break  # others need most
             continue
         if best is None or _step_seconds(program) < _step_seconds(best):
             best = program

@@ -17,8 +17,9 @@ from .remat.reuse_schedule import reuse_schedule
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
+from .rewrites.row_regions import row_regions
 from .rewrites.split_convolutions import SplitConvolutions
-from .rewrites.tile_loss_heads import TileLossHeads, loss_heads
+from .rewrites.tile_rows import TileRows
 
 __all__ = [
     "MACHINES",
@@ -40,14 +41,14 @@ __all__ = [
     "ReplayDraws",
     "Solution",
     "SplitConvolutions",
-    "TileLossHeads",
+    "TileRows",
     "analytic_costs",
-    "loss_heads",
     "machine_named",
     "offloadable_in",
     "parse_passes",
     "recomputation_problem",
     "reuse_schedule",
+    "row_regions",
     "smallest_budget",
 ]
 

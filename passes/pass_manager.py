@@ -20,7 +20,7 @@ from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
-from .rewrites.tile_loss_heads import TileLossHeads
+from .rewrites.tile_rows import TileRows
 
 __all__ = ["Observer", "Pass", "PassManager", "parse_passes"]
 
@@ -53,7 +53,7 @@ _PASSES: dict[str, type[Any]] = {
         ReleaseGradients,
         ReplayDraws,
         SplitConvolutions,
-        TileLossHeads,
+        TileRows,
         HoldForwards,
         Cost,
         OfferTiers,

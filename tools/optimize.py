@@ -176,7 +176,7 @@ def _refuse_beside_passes(options: argparse.Namespace) -> None:
             "write offer-tiers{swap=host:64GiB} before plan-memory{budget=...}",
         ),
         ("--optimizer", options.optimizer is not None, "leave --passes out, and give --budget and --swap"),
-        ("--exact", options.exact is not None, "write tile-loss-heads{tiles=...} before cost{...}"),
+        ("--exact", options.exact is not None, "write tile-rows{tiles=...} before cost{...}"),
         ("--costs MACHINE", machine is not None, f"write cost{{profile={machine}}}"),
     )
     for flag, is_given, help in others:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ...ir import Node, Value
+from ...torch_support.draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
 
 __all__ = ["DIMS", "RowValues", "Rows", "UntileableError", "rows_through"]
 
@@ -76,12 +77,13 @@ def _tensors(node: Node, count: int) -> list[Value]:
 _COPIES = frozenset(
     ("aten._to_copy.default", "aten.clone.default", "aten.detach.default", "aten.alias.default")
 )
+_DROPOUT = frozenset((DROPOUT_PRODUCT, DROPOUT_BACKWARD, "aten.native_dropout_backward.default"))
 
 
 def _is_pointwise(op: str) -> bool:
     import torch
 
-    if op in _COPIES:
+    if op in _COPIES | _DROPOUT:
         return True
     space, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")

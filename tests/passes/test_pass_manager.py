@@ -90,7 +90,7 @@ def test_a_pipeline_in_words() -> None:
         (
             "",
             "the pipeline is empty",
-            "passes: release-gradients, replay-draws, split-convolutions, tile-loss-heads, hold-forwards, "
+            "passes: release-gradients, replay-draws, split-convolutions, tile-rows, hold-forwards, "
             "cost, offer-tiers, plan-memory",
         ),
         ("cost,", "the pipeline ends in a comma", "name another pass, or drop the comma"),
@@ -112,7 +112,7 @@ def test_a_pipeline_in_words() -> None:
         (
             "costs",
             "there is no pass 'costs'",
-            "passes: release-gradients, replay-draws, split-convolutions, tile-loss-heads, hold-forwards, "
+            "passes: release-gradients, replay-draws, split-convolutions, tile-rows, hold-forwards, "
             "cost, offer-tiers, plan-memory",
         ),
         (

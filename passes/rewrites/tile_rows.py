@@ -1,8 +1,8 @@
-"""The pass that runs a loss head in tiles of rows: one tile's logits need be there at a time."""
+"""The pass that runs loss heads and wide layers in tiles of rows: one tile need be there at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
@@ -20,12 +20,11 @@ from ...ir import (
     allocation_bytes,
 )
 from ..program import Program
-from .row_rules import DIMS, Rows, RowValues, UntileableError, rows_through
+from .row_regions import LOSS, RowRegion, order_around, row_regions
+from .row_rules import DIMS, Rows, RowValues
 
-__all__ = ["LossHead", "TileLossHeads", "loss_heads"]
+__all__ = ["TileRows"]
 
-_SOFTMAX = "aten._log_softmax.default"
-_LOSS = "aten.nll_loss_forward.default"
 _NOT_COUNTED = -100
 """The class of a row that does not count, in the sum over the rows of all tiles."""
 
@@ -41,23 +40,25 @@ _ADD_IN_PLACE = {
 
 
 @dataclass(frozen=True, slots=True)
-class TileLossHeads:
-    """Divides the rows of each loss head (projection to classes, log-softmax, cross entropy) into tiles.
+class TileRows:
+    """Divides the rows of loss heads (projection to classes, log-softmax, cross entropy) and of wide layers.
 
-    The tiles run one after the other in forward, and from the last one to the first in backward. Their
-    operations are those of the head on fewer rows, so that a schedule keeps a tile's logits or makes them
-    again as any other storage's. The losses of all rows are joined and summed by the head's own operation, in
-    its order; the gradient of the projection's weight is the sum of the tiles' products.
+    A wide layer has hidden tensors that are wider than what it reads and makes, as the perceptron of a
+    transformer. The tiles run one after the other in forward, and from the last one to the first in backward.
+    Their operations are those of the whole on fewer rows, so that a schedule keeps what a tile makes or makes
+    it again as any other storage's. The losses of all rows are joined and summed by the head's own
+    operation, in its order; the gradient of a projection's weight is the sum of the tiles' products.
 
     Args:
-        tiles: The most tiles.
+        tiles: The tiles of the widest region. A region of smaller tensors has as many as make those of a tile
+            no larger than the widest's.
 
     Source:
         Bekman et al., Arctic Long Sequence Training (2025) tile modules by rows; Wijmans et al., Cut Your
         Losses in Large-Vocabulary Language Models (ICLR 2025) keep no logits by a kernel.
     """
 
-    name: ClassVar[str] = "tile-loss-heads"
+    name: ClassVar[str] = "tile-rows"
 
     tiles: int = 8
 
@@ -71,7 +72,7 @@ class TileLossHeads:
             raise UsageError("IRC413", f"{self.tiles} tiles divide nothing", help="give 2 tiles, or more")
 
     def run(self, program: Program, /) -> Program:
-        """Rewrites the program's graph; returns the same program if it has no head that can be tiled.
+        """Rewrites the program's graph; returns the same program if nothing in it can be tiled.
 
         Raises:
             UsageError: IRC413 for wrong options, or after a pass that looked at the operations.
@@ -81,22 +82,45 @@ class TileLossHeads:
             raise UsageError(
                 "IRC413",
                 f"{self.name} comes after the operations' costs were found",
-                help="put it before them: tile-loss-heads{...},cost{...},plan-memory{...}",
+                help="put it before them: tile-rows{...},cost{...},plan-memory{...}",
             )
-        graph, roundings = program.graph, list(program.roundings)
-        for head in loss_heads(graph):
-            tiles = min(self.tiles, head.rows)
-            roundings.append(_rounded(graph, head, tiles))
-            graph = _Tiling(graph, head, tiles).run()
-        if graph is program.graph:
+        graph = program.graph
+        regions = row_regions(graph)
+        widest_bytes = max((region.wide_bytes for region in regions), default=0)
+        tiles = {
+            region: min(-(-region.wide_bytes * self.tiles // widest_bytes), region.most_tiles)
+            for region in regions
+        }
+        tiles = {region: number for region, number in tiles.items() if number > 1}
+        if not tiles:
             return program
-        original = program.original or program.graph
-        return replace(program, graph=graph, original=original, roundings=tuple(roundings))
+        return replace(
+            program,
+            graph=_in_tiles(graph, tiles),
+            original=program.original or graph,
+            roundings=(*program.roundings, _rounded(graph, tiles)),
+        )
 
 
-def _rounded(graph: Graph, head: LossHead, tiles: int) -> str:
-    """Says which numbers may differ by rounding if a head is in tiles."""
-    reached = {value for node, its in head.nodes.items() for value in node.values if value in its.sums}
+def _in_tiles(graph: Graph, tiles: Mapping[RowRegion, int]) -> Graph:
+    """A graph with regions of it in so many tiles each."""
+    names = _Names(graph, tiles)
+    tilings = {region: _Tiling(region, number, names) for region, number in tiles.items()}
+    order = order_around(graph, tiles)
+    assert order is not None
+    nodes: list[Node] = []
+    for each in order:
+        if isinstance(each, Node):
+            nodes.append(each)
+        else:
+            region, half = each
+            nodes += tilings[region].half(half)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _rounded(graph: Graph, regions: Iterable[RowRegion]) -> str:
+    """Says which numbers may differ by rounding if regions are in tiles."""
+    reached = {value for region in regions for value in region.sums}
     named: dict[str, None] = {}
     parameters = {entry.value: entry.target for entry in graph.inputs}
     for node in graph.nodes:
@@ -110,203 +134,49 @@ def _rounded(graph: Graph, head: LossHead, tiles: int) -> str:
     products = "what follows from products of fewer rows, if their kernels add in another order"
     if not named:
         return products
-    return f"the gradient of {', '.join(named)}, a sum over {tiles} tiles of rows, and {products}"
-
-
-# ---------------------------------------------------------------------- what a head is
-
-
-@dataclass(frozen=True)
-class LossHead:
-    """The operations and views that read or make tensors as large as the logits.
-
-    Args:
-        rows: The number of rows.
-        logits_bytes: The bytes of the tensor that the softmax reads.
-        nodes: These operations, in the order of the graph, with the values of theirs that hold rows.
-    """
-
-    rows: int
-    logits_bytes: int
-    nodes: Mapping[Node, RowValues]
-
-    @property
-    def sums_in_16_bits(self) -> bool:
-        """Whether a sum over the tiles is rounded to 16 bits at each of them."""
-        sums = (value for its in self.nodes.values() for value in its.sums)
-        return any(value.type.dtype.itemsize < DType.FLOAT32.itemsize for value in sums)
-
-    def half(self, region: Region) -> list[Node]:
-        """The nodes of forward, or of backward."""
-        return [node for node in self.nodes if node.region is region]
-
-
-def loss_heads(graph: Graph) -> list[LossHead]:
-    """Returns the loss heads of a graph that can be tiled, the first one first."""
-    found: list[LossHead] = []
-    taken: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == _SOFTMAX and node.region is Region.FORWARD and node not in taken:
-            head = _head_of(graph, node)
-            if head is not None and taken.isdisjoint(head.nodes):
-                found.append(head)
-                taken.update(head.nodes)
-    return found
-
-
-def _head_of(graph: Graph, softmax: Node) -> LossHead | None:
-    """The head around a softmax; None if something in it mixes rows, or is needed whole."""
-    (scores,) = softmax.operands
-    shape = scores.type.shape
-    rows = Rows(0, len(shape) - 1)
-    if len(shape) < 2 or rows.number(shape) < 2 or scores.storage in graph.static_storages:
-        return None
-    around = _around(graph)
-    known = {scores: rows}
-    found: dict[Node, RowValues] = {}
-    pending = [softmax]
-    while pending:
-        node = next((n for n in pending if not known.keys().isdisjoint((*n.operands, *n.values))), None)
-        if node is None or node.traits - {Trait.VIEW} or node.annotation is not None:
-            return None
-        pending.remove(node)
-        try:
-            found[node] = rows_through(node, known)
-        except UntileableError:
-            return None
-        known.update(found[node].rows)
-        for value in found[node].rows:
-            storage = value.storage
-            is_wide = value.type.numel == scores.type.numel and storage.nbytes >= value.type.nbytes
-            if is_wide and storage in graph.producers:
-                pending += (n for n in around[storage] if n not in found and n not in pending)
-    nodes = {node: found[node] for node in graph.nodes if node in found}
-    head = LossHead(rows.number(shape), scores.type.nbytes, nodes)
-    return head if _is_separable(graph, head) else None
-
-
-def _around(graph: Graph) -> dict[Storage, list[Node]]:
-    """The nodes that read or make each storage."""
-    found: dict[Storage, list[Node]] = {}
-    for node in graph.nodes:
-        for storage in dict.fromkeys(value.storage for value in (*node.operands, *node.values)):
-            found.setdefault(storage, []).append(node)
-    return found
-
-
-def _is_separable(graph: Graph, head: LossHead) -> bool:
-    """Whether the tiles can run one after the other, and nothing else needs the logits."""
-    makers = {value: node for node in head.nodes for value in node.values}
-    sums = {value for its in head.nodes.values() for value in its.sums}
-    for node, its in head.nodes.items():
-        if not sums.isdisjoint(its.rows):
-            return False  # read by rows, before all tiles have run
-        for value in node.operands:
-            maker = makers.get(value)
-            if maker is None:
-                if its.rows.get(value, Rows()).count > 1 and not value.type.is_contiguous:
-                    return False
-            elif value not in its.rows and (node.region, maker.region) != (Region.BACKWARD, Region.FORWARD):
-                return False  # read whole, before all tiles have run
-        if its.sums and (node.op not in _ADD_IN_PLACE or node.region is Region.FORWARD):
-            return False
-        if not node.is_view and not all(
-            value in its.sums or value.type.is_contiguous for value in node.values
-        ):
-            return False
-    needed = _needed(graph, head)
-    if any(
-        node.is_view or value not in (*its.rows, *its.sums) for value, node, its in needed if node.op != _LOSS
-    ):
-        return False
-    return all(map(head.half, Region)) and _order(graph, head) is not None
-
-
-def _needed(graph: Graph, head: LossHead) -> list[tuple[Value, Node, RowValues]]:
-    """The results of a head that others read, or that are the graph's, each with its node."""
-    read = {value for node in graph.nodes if node not in head.nodes for value in node.operands}
-    read |= {output.value for output in graph.outputs if output.value is not None}
-    return [(v, node, its) for node, its in head.nodes.items() for v in node.values if v in read]
-
-
-def _order(graph: Graph, head: LossHead) -> list[Node | Region] | None:
-    """The nodes of a graph, with the half of a region in one place; None if others run amid one.
-
-    Operations of others that a half needs come before it, unless they keep their order.
-    """
-    makers = {value: node for node in graph.nodes for value in node.values}
-    halves = {region: dict.fromkeys(head.half(region)) for region in Region}
-    done: dict[Node | Region, None] = {}
-    begun: dict[Node | Region, Iterator[Node | Region]] = {}
-
-    def what(node: Node) -> Node | Region:
-        return node.region if node in head.nodes else node
-
-    def before(each: Node | Region) -> Iterator[Node | Region]:
-        nodes = halves[each] if isinstance(each, Region) else (each,)
-        needed = (what(makers[v]) for node in nodes for v in node.operands if v in makers)
-        return (other for other in dict.fromkeys(needed) if other is not each)
-
-    for node in graph.nodes:
-        begun[what(node)] = before(what(node))
-        while begun:
-            each = next(reversed(begun))
-            other = None if each in done else next((n for n in begun[each] if n not in done), None)
-            if other is None:
-                del begun[each]
-                done[each] = None
-            elif other in begun or (
-                isinstance(other, Node)
-                and other.traits - {Trait.VIEW}
-                and any(isinstance(n, Region) for n in begun)
-            ):
-                return None  # it needs, by others, what it makes; or one that keeps its place comes before
-            else:
-                begun[other] = before(other)
-    return list(done)
+    return f"the gradient of {', '.join(named)}, a sum over tiles of rows, and {products}"
 
 
 # ---------------------------------------------------------------------- tiles
 
 
+class _Names:
+    """The names that a graph has, and those of its tiles."""
+
+    def __init__(self, graph: Graph, regions: Iterable[RowRegion]) -> None:
+        replaced = {node for region in regions for node in region.nodes}
+        self.nodes = {node.name for node in graph.nodes if node not in replaced}
+        self.values = {value.name for node in graph.nodes for value in node.values}
+        self.values |= {entry.value.name for entry in graph.inputs}
+        self.values |= {storage.name for storage in graph.storages}
+
+
 class _Tiling:
-    """Writes the tiles of one head into a graph.
+    """Writes the tiles of one region.
 
     Args:
-        graph: The graph.
-        head: A head of it.
+        whole: The region.
         tiles: The number of tiles, at most that of the rows.
+        names: The names that are taken.
     """
 
-    def __init__(self, graph: Graph, head: LossHead, tiles: int) -> None:
-        self.graph, self.head = graph, head
-        length = -(-head.rows // tiles)
-        self.bounds = [(low, min(low + length, head.rows)) for low in range(0, head.rows, length)]
+    def __init__(self, whole: RowRegion, tiles: int, names: _Names) -> None:
+        self.whole, self.names = whole, names
+        length = -(-whole.rows // tiles)
+        self.bounds = [(low, min(low + length, whole.rows)) for low in range(0, whole.rows, length)]
         self.of_tile: list[dict[Value, Value]] = [{} for _ in self.bounds]
         """The part that each tile has of each value."""
-        each = (node for node in head.nodes if node.op == _LOSS and node.arguments[3] == _EACH)
+        each = (node for node in whole.nodes if node.op == LOSS and node.arguments[3] == _EACH)
         self.counts = {node.results[1] for node in each}
         """What each tile has of its own of losses that are not summed: the number of rows that count."""
         self.flat: dict[Value, Value] = {}
-        self.needed = {value for value, _, _ in _needed(graph, head)}
+        self.needed = set(whole.needed)
         self.made: list[Node] = []
-        self.nodes = {node.name for node in graph.nodes if node not in head.nodes}
-        self.names = {value.name for node in graph.nodes for value in node.values}
-        self.names |= {entry.value.name for entry in graph.inputs}
-        self.names |= {storage.name for storage in graph.storages}
 
-    def run(self) -> Graph:
-        order = _order(self.graph, self.head)
-        assert order is not None
-        for each in order:
-            if isinstance(each, Region):
-                self._write(each)
-            else:
-                self.made.append(each)
-        return replace(self.graph, nodes=tuple(self.made))
-
-    def _write(self, region: Region) -> None:
-        half = self.head.half(region)
+    def half(self, region: Region) -> list[Node]:
+        """The nodes of all tiles in forward, or in backward."""
+        self.made = []
+        half = self.whole.half(region)
         order = list(range(len(self.bounds)))
         if region is Region.BACKWARD:
             order.reverse()  # the last tile of forward is at hand
@@ -314,17 +184,18 @@ class _Tiling:
             for node in half:
                 self._tile(node, tile, is_first=turn == 0, is_last=turn == len(order) - 1)
         for node in half:
-            if node.op == _LOSS and node.results[1] not in self.counts:
+            if node.op == LOSS and node.results[1] not in self.counts:
                 self._join_losses(node)
                 continue
             for value in node.values:
-                if value in self.needed and value in self.head.nodes[node].rows:
+                if value in self.needed and value in self.whole.nodes[node].rows:
                     self._join(value, node)
+        return self.made
 
     # ------------------------------------------------------------------ one tile
 
     def _tile(self, node: Node, tile: int, *, is_first: bool, is_last: bool) -> None:
-        its, parts = self.head.nodes[node], self.of_tile[tile]
+        its, parts = self.whole.nodes[node], self.of_tile[tile]
         if node.is_view:
             (operand,), (result,) = node.operands, node.values
             part = self._part(operand, its.rows[operand], tile, node)
@@ -337,12 +208,12 @@ class _Tiling:
         if its.sums:
             self._sum(node, own, parts, is_first=is_first, is_last=is_last)
             return
-        if node.op == _LOSS:
+        if node.op == LOSS:
             own = replace(own, arguments=(*arguments[:3], _EACH, *arguments[4:]))
         for value in node.values:
             rows = its.rows.get(value)
             shape = value.type.shape if rows is None else rows.of(value.type.shape, self._length(tile))
-            if node.op == _LOSS and value is node.results[0]:
+            if node.op == LOSS and value is node.results[0]:
                 shape = (self._length(tile),)
             parts[value] = self._value(f"{value.name}_tile{tile}", shape, value.type)
         self.made.append(replace(own, results=tuple(None if v is None else parts[v] for v in node.results)))
@@ -400,7 +271,7 @@ class _Tiling:
 
     def _flattened(self, value: Value, rows: Rows, node: Node) -> Value:
         if value not in self.flat:
-            shape = rows.of(value.type.shape, self.head.rows)
+            shape = rows.of(value.type.shape, self.whole.rows)
             type = TensorType.contiguous(shape, value.type.dtype, value.type.device)
             self.flat[value] = Value(self._unused(f"{value.name}_rows"), type, value.storage)
             self._view(self.flat[value], "aten.view.default", (value, shape), node)
@@ -416,10 +287,10 @@ class _Tiling:
 
     def _join(self, value: Value, node: Node) -> None:
         """Makes a value whole of what the tiles have of it."""
-        rows = self.head.nodes[node].rows[value]
+        rows = self.whole.nodes[node].rows[value]
         whole = value
         if rows.count > 1:
-            shape = rows.of(value.type.shape, self.head.rows)
+            shape = rows.of(value.type.shape, self.whole.rows)
             type = TensorType.contiguous(shape, value.type.dtype, value.type.device)
             whole = Value(self._unused(f"{value.name}_rows"), type, value.storage)
         self._joined(whole, value, rows.axis, node)
@@ -435,7 +306,7 @@ class _Tiling:
         losses, _ = node.results
         classes, not_counted = node.arguments[1], node.arguments[4]
         assert losses is not None and isinstance(classes, Value)
-        rows, name = self.head.rows, node.name
+        rows, name = self.whole.rows, node.name
         joined = self._value(f"{name}_rows", (rows,), losses.type)
         self._joined(joined, losses, 0, node)
         scores = self._value(f"{name}_scores", (rows,), losses.type)
@@ -481,11 +352,11 @@ class _Tiling:
         )
 
     def _of_node(self, name: str) -> str:
-        return _unused(name, self.nodes)
+        return _unused(name, self.names.nodes)
 
     def _unused(self, name: str) -> str:
         """A name for a value, and for its storage."""
-        return _unused(name, self.names)
+        return _unused(name, self.names.values)
 
 
 def _from_the_last(node: Node) -> tuple[Argument, ...]:

@@ -22,7 +22,7 @@ from irc.compiler.tiles import tiles_of
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import Trait, UsageError, print_graph, verify_graph
-from irc.passes import PassManager, Program, TileLossHeads, loss_heads, parse_passes
+from irc.passes import PassManager, Program, TileRows, parse_passes, row_regions
 from irc.tools.cli import main
 
 WORDS, WIDTH = 2000, 16
@@ -84,7 +84,7 @@ def gradients(module: nn.Module, *args: Tensor) -> tuple[Tensor, dict[str, Tenso
 
 
 def in_tiles(module: nn.Module, args: tuple[Tensor, ...], tiles: int) -> Program:
-    return PassManager([TileLossHeads(tiles)]).run(Program(capture(module, args).graph))
+    return PassManager([TileRows(tiles)]).run(Program(capture(module, args).graph))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -108,7 +108,7 @@ def test_a_head_in_tiles_trains_as_the_whole_one(loss: str, monkeypatch: pytest.
 def test_losses_have_the_same_bits(tiles: int) -> None:
     """Each row's loss is made by the same kernels, and all are summed in the same order."""
     module, args = Language(), batch()
-    program = f"tile-loss-heads{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
+    program = f"tile-rows{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
     fitted = optimize_module(copy.deepcopy(module), args, Request.of_passes(parse_passes(program))).module
     (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -125,7 +125,7 @@ def test_tiles_hold_all_rows_once(rows: int, length: int, tiles: int, loss: str)
     if rows * length < 2:
         assert len(program.graph.nodes) == len(whole.nodes)
         return
-    (head,) = loss_heads(whole)
+    (head,) = row_regions(whole)
     logits = [n.values[0].type.shape for n in program.graph.nodes if n.op == "aten._log_softmax.default"]
     assert head.rows == rows * length == sum(shape[0] for shape in logits)
     length = -(-head.rows // min(tiles, head.rows))
@@ -134,6 +134,73 @@ def test_tiles_hold_all_rows_once(rows: int, length: int, tiles: int, loss: str)
     assert largest <= max(WORDS * WIDTH, WORDS * length)
     sums = [n for n in program.graph.nodes if Trait.EFFECT in n.traits]
     assert all(node.operands[0].storage is node.values[0].storage for node in sums)
+
+
+class Perceptrons(nn.Module):
+    """Two wide layers, one after the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.low, self.high = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 4 * WIDTH, bias=False)
+        if kind == "adapters":
+            self.up.requires_grad_(False)
+            self.down.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            hidden = self.up(x)
+            if self.kind == "gated":
+                hidden = functional.silu(self.gate(x)) * hidden
+            elif self.kind == "adapters":
+                hidden = functional.silu(hidden + 2 * self.high(self.low(x)))
+            elif self.kind == "dropout":
+                hidden = functional.dropout(functional.relu(hidden), 0.1)
+            else:
+                hidden = functional.gelu(hidden, approximate="tanh" if self.kind == "tanh" else "none")
+            x = x + self.down(hidden)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["gated", "gelu", "tanh", "adapters", "dropout"])
+@pytest.mark.parametrize("tiles", [2, 5])
+def test_wide_layers_in_tiles_train_as_whole_ones(kind: str, tiles: int) -> None:
+    module, args = Perceptrons(kind), (torch.randn(3, 67, WIDTH, requires_grad=True),)
+    program = f"replay-draws,tile-rows{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
+    request = Request.of_passes(parse_passes(program))
+    fitted: Any = optimize_module(copy.deepcopy(module), args, request).module
+    with torch.random.fork_rng():
+        expected, wanted = gradients(module, *args)
+    found, given = gradients(fitted, *args)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-6)
+    (rounded,) = fitted.plan.roundings
+    assert ("up.weight" in rounded) == (kind != "adapters") and "tiles of rows" in rounded
+    assert measured_peak_bytes(fitted, args, fitted.plan.static_bytes) <= fitted.plan.peak_bytes
+
+
+def test_wide_layers_are_tiled_with_the_head_once_they_are_wider_than_a_tile_of_it() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.head = Perceptrons("gelu"), nn.Linear(WIDTH, 8 * 4 * WIDTH)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            hidden = x + self.trunk.down(functional.gelu(self.trunk.up(x)))
+            return functional.cross_entropy(self.head(hidden), labels)
+
+    module, args = Both(), (torch.randn(64, WIDTH), torch.randint(0, 8, (64,)))
+    assert [(r.rows, r.wide_bytes) for r in row_regions(capture(module, args).graph)] == [
+        (64, 64 * 8 * 4 * WIDTH * 4),
+        (64, 64 * 4 * WIDTH * 4),
+    ]
+    for tiles, most in ((8, 64), (16, 32), (32, 16)):
+        program = in_tiles(module, args, tiles)
+        verify_graph(program.graph)
+        wide = [n.values[0].type.shape[0] for n in program.graph.nodes if n.op == "aten.gelu.default"]
+        assert max(wide) == most and sum(wide) == 64
 
 
 class Whole(nn.Module):
@@ -159,8 +226,8 @@ class Whole(nn.Module):
 def test_heads_that_need_all_rows_stay_whole(way: str) -> None:
     args = torch.randn(8, WIDTH), torch.randint(0, WORDS, (8,))
     graph = capture(Whole(way), args, loss=lambda out: out[0] if way == "output" else out).graph
-    assert not loss_heads(graph)
-    assert PassManager([TileLossHeads(2)]).run(Program(graph)).graph is graph
+    assert not row_regions(graph)
+    assert PassManager([TileRows(2)]).run(Program(graph)).graph is graph
 
 
 class Named(nn.Module):
@@ -203,8 +270,8 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("tiles", [2, 5])
 def test_a_dimension_is_named_from_either_end(tiles: int) -> None:
     module, args = Named(), (torch.randn(2, 5, WIDTH), torch.randint(0, WORDS, (2, 5)))
-    program = f"tile-loss-heads{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
-    assert loss_heads(capture(module, args).graph)
+    program = f"tile-rows{{tiles={tiles}}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
+    assert row_regions(capture(module, args).graph)
     fitted = optimize_module(copy.deepcopy(module), args, Request.of_passes(parse_passes(program))).module
     (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -221,7 +288,7 @@ def test_a_sum_over_tiles_is_read_by_none_of_them(rows: int) -> None:
 def test_a_head_above_a_long_trunk_is_tiled() -> None:
     args = torch.randn(8, WIDTH), torch.randint(0, WORDS, (8,))
     graph = capture(Recurrent(steps=500), args).graph
-    assert len(loss_heads(graph)) == 1 and len(graph.nodes) > sys.getrecursionlimit() / 2
+    assert len(row_regions(graph)) == 1 and len(graph.nodes) > sys.getrecursionlimit() / 2
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 16), (torch.float32, 32)])
@@ -240,7 +307,7 @@ def test_heads_are_whole_unless_sums_may_differ() -> None:
     with pytest.raises(UsageError, match=r"IRC406.*exact is 'all'"):
         irc.optimize(module, args, "100%", exact="all")
     with pytest.raises(UsageError, match=r"IRC413.*1 tiles divide nothing"):
-        TileLossHeads(1).run(Program(capture(module, args).graph))
+        TileRows(1).run(Program(capture(module, args).graph))
 
 
 def test_a_head_in_tiles_reads_as_text() -> None:

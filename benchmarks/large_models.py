@@ -131,6 +131,9 @@ CASES: dict[str, Case] = {
         most_seconds=60.0,
         most_overheads=(0.17,),
     ),
+    "8b-lora-long": Case(
+        *_8B, sequence=131_072, lora=Lora(16), exact=SUMS, budgets=("74.5GiB",), most_seconds=60.0
+    ),
     "8b-qlora": Case(*_8B, lora=Lora(16, in_four_bits=True), budgets=("12GiB",), most_seconds=60.0),
     "8b": Case(*_8B, batch=8, budgets=("80%",)),
     "70b-lora": Case(*_70B, lora=Lora(16), budgets=("95%", "90%")),
@@ -321,8 +324,9 @@ def _page(found: Mapping[str, Sequence[Row]]) -> str:
         "Each row has a process of its own, on one thread; times are seconds of the processor. `small`: "
         "8 rows of 128 tokens in float32, the others one row of 2,048 in bfloat16, or eight where all "
         "of 8 billion or more are trained. LoRA: adapters of rank 16 beside all linear layers but the "
-        "last; `qlora` has those in 4 bits, which its parameters do not count. `sums`: loss heads may "
-        "be in tiles (`exact=sums`); the search is that of the plan that is taken, and all passes are "
+        "last; `qlora` has those in 4 bits, which its parameters do not count. `sums` and `long` (one row "
+        "of 131,072 tokens in 80 GB): loss heads and wide layers may be in tiles (`exact=sums`); the search "
+        "is that of the plan that is taken, and all passes are "
         "those of all attempts. The search names the smallest budget too: 3 s of it, or more.",
         "",
         to_markdown(_HEADER, [row.cells() for row in rows]),

@@ -299,7 +299,7 @@ def costed_call(program: Program, request: Request, *, with_times: bool = True) 
 def _whole_or_tiled(
     captured: Captured, program: Program, request: Request, reserved: ReservedMemory
 ) -> Program:
-    """The call with a plan: with its loss heads in tiles if the request lets sums be taken in another order.
+    """The call with a plan: with rows in tiles if the request lets sums be taken in another order.
 
     Raises:
         BudgetError: IRC204.

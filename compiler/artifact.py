@@ -49,6 +49,7 @@ from ..ir import (
     parse_program,
     print_program,
     printable,
+    reordered,
     verify_graph,
     verify_schedule,
 )
@@ -420,6 +421,12 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             "IRC129",
             f"the program counts {schedule.graph.forwards_in_flight} forwards in flight, not the "
             f"{plan.forwards_in_flight} claimed",
+        )
+    reached = reordered(schedule.graph)
+    if reached != plan.reordered:
+        named = [", ".join(each.name for each in sums) or "nothing" for sums in (reached, plan.reordered)]
+        raise VerificationError(
+            "IRC129", f"sums in another order reach {named[0]}, not {named[1]} as claimed, or by other bounds"
         )
     offloaded_bytes = sum(offloaded.storage.nbytes for offloaded in schedule.graph.offloaded_parameters)
     if offloaded_bytes != plan.offloaded_bytes:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..torch_support.bits import same_bits
 
-__all__ = ["TOLERANCE", "Differences", "Numbers", "Outcome", "difference", "largest", "numbers_of"]
+__all__ = [
+    "TOLERANCE",
+    "Differences",
+    "Numbers",
+    "Outcome",
+    "difference",
+    "differing",
+    "largest",
+    "numbers_of",
+]
 
 TOLERANCE = 1e-5
 """The largest difference that passes, as a share of the largest number of its kind."""
@@ -61,6 +70,8 @@ class Numbers:
         bit_equal: Whether outputs, gradients and buffers are equal bit for bit.
         same_gradients: Whether the same parameters and inputs have gradients.
         same_generator: Whether the random generators are in the same state after the step.
+        off: The largest difference of each tensor whose bits differ, as a fraction of its largest element:
+            `output 0`, a parameter or `input 0` for its gradient, or a buffer.
     """
 
     outputs: float
@@ -73,6 +84,7 @@ class Numbers:
     bit_equal: bool
     same_gradients: bool
     same_generator: bool
+    off: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def agrees(self) -> bool:
@@ -129,8 +141,10 @@ def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
     outputs = list(zip(expected.outputs, found.outputs, strict=False))
     if len(expected.outputs) != len(found.outputs):
         outputs.append((torch.ones(1), torch.full((1,), math.nan)))
-    gradients = [(g, found.gradients[n]) for n, g in expected.gradients.items() if n in found.gradients]
-    buffers = [(b, found.buffers[n]) for n, b in expected.buffers.items() if n in found.buffers]
+    own = {n: (g, found.gradients[n]) for n, g in expected.gradients.items() if n in found.gradients}
+    held = {n: (b, found.buffers[n]) for n, b in expected.buffers.items() if n in found.buffers}
+    off = differing({**{f"output {i}": pair for i, pair in enumerate(outputs)}, **own, **held})
+    gradients, buffers = list(own.values()), list(held.values())
     whole = [(a, b) for a, b in buffers if not _is_float(a)]
     of_outputs, of_gradients, of_buffers = Differences(), Differences(), Differences()
     of_outputs.add(outputs)
@@ -144,10 +158,18 @@ def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
         gradient_scale=of_gradients.scale,
         buffer_scale=max((largest(a) for a, _ in buffers if _is_float(a)), default=0.0),
         worst_gradient=of_gradients.worst,
-        bit_equal=all(same_bits(a, b) for a, b in (*outputs, *gradients, *buffers)),
+        bit_equal=not off,
         same_gradients=expected.gradients.keys() == found.gradients.keys(),
         same_generator=all(map(torch.equal, expected.generators, found.generators)),
+        off=off,
     )
+
+
+def differing(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Returns the tensors whose bits differ, with the difference as a fraction of the largest element."""
+    found = {name: (a, b) for name, (a, b) in pairs.items() if not same_bits(a, b)}
+    off = {name: (difference(a, b), largest(a)) for name, (a, b) in found.items()}
+    return {name: by / most if most else (math.inf if by else 0.0) for name, (by, most) in off.items()}
 
 
 def largest(tensor: Tensor) -> float:

@@ -34,6 +34,7 @@ from ..ir import (
     OutputRole,
     Plan,
     UsageError,
+    reordered,
 )
 from ..passes import PassManager, Program, TileRows
 from ..passes.costs.optimizer_costs import optimizer_of
@@ -44,8 +45,8 @@ from ..torch_support.attribute_reads import Names, recording_attribute_reads
 from ..torch_support.packed_weights import packed_weights
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
-from .request import SUMS, Example, Request
-from .tiles import whole_or_tiled
+from .request import Example, Request
+from .tiles import tiles_of, whole_or_tiled
 from .time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 
 __all__ = [
@@ -299,7 +300,7 @@ def costed_call(program: Program, request: Request, *, with_times: bool = True) 
 def _whole_or_tiled(
     captured: Captured, program: Program, request: Request, reserved: ReservedMemory
 ) -> Program:
-    """The call with a plan: with rows in tiles if the request lets sums be taken in another order.
+    """The call with a plan: with rows in tiles where the request lets them be.
 
     Raises:
         BudgetError: IRC204.
@@ -308,12 +309,20 @@ def _whole_or_tiled(
     def whole() -> Program:
         return planned_call(captured, program, request, reserved)
 
-    def tiled(tiles: int) -> Program:
-        in_tiles = PassManager([TileRows(tiles)], request.observers).run(program)
-        in_tiles = replace(in_tiles, kernels=costed_call(program, request))
+    def tiled(tiles: int) -> Program | None:
+        tile = TileRows(
+            tiles,
+            exact=request.exact is True,
+            compare=request.compares_kernels,
+            most_bytes=request.bounded_cost.most_bytes,
+        )
+        in_tiles = PassManager([tile], request.observers).run(program)
+        if in_tiles is program:
+            return None
+        in_tiles = replace(in_tiles, original=None, kernels=costed_call(program, request))
         return planned_call(captured, in_tiles, request, reserved)
 
-    return whole_or_tiled(program.graph, whole, tiled) if request.exact == SUMS else whole()
+    return whole_or_tiled(tiles_of(program.graph, request), whole, tiled)
 
 
 class Costed(Protocol):
@@ -361,7 +370,8 @@ def planned_call(
         _counting(program.plan, reserved_bytes),
         gradients=program.graph.gradients.value,
         loss=captured.loss,
-        roundings=(*captured.roundings, *program.roundings),
+        roundings=captured.roundings,
+        reordered=reordered(program.graph),
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)

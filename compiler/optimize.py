@@ -150,7 +150,7 @@ def optimize(
         exact: True gives the original's numbers to the bit. `"sums"` lets sums be taken in another order: a
             loss head (projection to classes, log-softmax, cross entropy), or a wide layer, may run in tiles
             of rows, so that only one tile's logits are there at a time. The losses of rows are summed as
-            before; `.plan` names what may differ by rounding.
+            before; `.plan.reordered` names what may differ by rounding, with bounds of sums.
         progress: True prints how the first plan is made to stderr; a function is called with each
             `irc.Progress`: the phase, and in a search the best overhead so far, its bound and the time left.
             The logger `irc.progress` has the same lines at INFO, and `irc` one for each later plan.

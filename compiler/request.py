@@ -83,6 +83,7 @@ class Request:
         plans: How many plans are kept; 1 refuses other calls than the example.
         dynamic: As in `irc.optimize`.
         exact: As in `irc.optimize`.
+        may_tile: Whether layers may be tiled; not if the user wrote the rewrites down.
         observers: Told of each pass of the first plan.
         example: The call of the first plan; None before there is one.
     """
@@ -97,6 +98,7 @@ class Request:
     plans: int = 1
     dynamic: Dynamic | LengthAxis = None
     exact: bool | str = True
+    may_tile: bool = True
     observers: Sequence[Observer] = ()
     example: Example | None = None
 
@@ -182,7 +184,7 @@ class Request:
                 help="add plan-memory{budget=...}",
             )
         found.setdefault("cost", Cost(profile="cpu"))
-        request = Request(tuple(rewrites), **found, **others)
+        request = Request(tuple(rewrites), **found, may_tile=False, **others)
         request.check()
         return request
 
@@ -265,6 +267,11 @@ class Request:
             return self.cost
         assert not isinstance(self.budget, str)
         return replace(self.cost, most_bytes=self.budget)
+
+    @property
+    def compares_kernels(self) -> bool:
+        """Whether operations run to see which others give the same bits: not if a machine is described."""
+        return any(isinstance(step, SplitConvolutions) and step.transpose for step in self.rewrites)
 
     @property
     def choosing(self) -> tuple[Pass, ...]:

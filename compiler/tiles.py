@@ -1,13 +1,15 @@
-"""Plans with loss heads and wide layers in tiles of rows, where sums may be taken in another order."""
+"""Plans with loss heads and wide layers in tiles of rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 from ..ir import BudgetError, Graph, IrcError, TimeLimitError
 from ..passes import Program, row_regions
+from .request import SUMS, Request
 
 __all__ = ["tiles_of", "whole_or_tiled"]
 
@@ -22,22 +24,27 @@ _LEAST_BYTES = 1 << 20
 """The widest tensors of a tile are not made smaller than this: calls of operations would take the time."""
 
 
-def tiles_of(graph: Graph) -> Iterator[int]:
+def tiles_of(graph: Graph, request: Request) -> Iterator[int]:
     """Yields the numbers of tiles that are worth an attempt, fewest first; none if nothing can be tiled."""
-    widest = max(row_regions(graph), key=lambda region: region.wide_bytes, default=None)
+    if not request.may_tile or (request.exact is True and not request.compares_kernels):
+        return
+    regions = (region for region in row_regions(graph) if request.exact == SUMS or not region.sums)
+    widest = max(regions, key=lambda region: region.wide_bytes, default=None)
     tiles = _FEWEST
     while widest is not None and tiles <= widest.most_tiles and tiles * _LEAST_BYTES <= widest.wide_bytes:
         yield tiles
         tiles *= _TIMES_MORE
 
 
-def whole_or_tiled(graph: Graph, whole: Callable[[], Program], tiled: Callable[[int], Program]) -> Program:
+def whole_or_tiled(
+    tiles: Iterable[int], whole: Callable[[], Program], tiled: Callable[[int], Program | None]
+) -> Program:
     """The fastest plan of those with all operations whole and in tiles, with as many tiles as help.
 
     Args:
-        graph: The graph with whole operations.
-        whole: Plans it.
-        tiled: Plans it with the widest operations in so many tiles.
+        tiles: The numbers of tiles to try.
+        whole: Plans the graph with whole operations.
+        tiled: Plans it with the widest operations in so many tiles; returns None if nothing can be.
 
     Raises:
         BudgetError: If none fits, that of the one with the smallest budget.
@@ -45,7 +52,7 @@ def whole_or_tiled(graph: Graph, whole: Callable[[], Program], tiled: Callable[[
     """
     best: Program | None = None
     refused: list[IrcError] = []
-    for plan in (whole, *(partial(tiled, tiles) for tiles in tiles_of(graph))):
+    for plan in chain([whole], (partial(tiled, number) for number in tiles)):
         try:
             program = plan()
         except (BudgetError, TimeLimitError) as error:
@@ -54,6 +61,8 @@ def whole_or_tiled(graph: Graph, whole: Callable[[], Program], tiled: Callable[[
             if best is None and math.inf > _minimum_bytes(error) > _SMALLER * least:
                 break  # others need most
             continue
+        if program is None:
+            break
         if best is None or _step_seconds(program) < _step_seconds(best):
             best = program
         elif plan is not whole and best.kernels is not None:

@@ -21,7 +21,7 @@ from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
 from ..torch_support.allocated import allocated_bytes, cuda_devices
 from ..torch_support.pytree import flatten
 from ..torch_support.without_data import lacks_data
-from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, numbers_of
+from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, differing, numbers_of
 from .model_source import training_loss
 
 __all__ = [
@@ -313,7 +313,7 @@ def compare(
         _restore_generators(before)
         step, found = _step(fitted, inputs, clock, None, keywords, loss)
         of_fitted.append(step)
-        same_parameters = True
+        same_parameters, moved = True, dict[str, float]()
         if one is not None:
             there = dict(fitted.named_parameters())
             trained = {
@@ -323,10 +323,12 @@ def compare(
             }
             same_parameters = trained.keys() <= there.keys()
             parameters.add((p.detach(), there[name].detach()) for name, p in trained.items() if name in there)
+            moved = differing({n: (p.detach(), there[n].detach()) for n, p in trained.items() if n in there})
             others = {name: g for name, g in expected.gradients.items() if name not in trained}
             expected = replace(expected, gradients=others)
         seen = numbers_of(expected, found)
-        numbers.append(replace(seen, same_gradients=seen.same_gradients and same_parameters))
+        same = seen.same_gradients and same_parameters
+        numbers.append(replace(seen, same_gradients=same, off={**seen.off, **moved}))
         if one is None:
             _update(original)
             _update(fitted)

@@ -54,6 +54,7 @@ from .pipeline.timing import (
 )
 from .plan import AnnotationEffect, Decision, Plan, TierUse
 from .printable import printable
+from .reordered import Reordered, reordered
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Assignment, Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
@@ -126,6 +127,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Region",
+    "Reordered",
     "Schedule",
     "Signature",
     "Slot",
@@ -169,6 +171,7 @@ __all__ = [
     "print_program",
     "print_schedule",
     "printable",
+    "reordered",
     "require",
     "resident_before",
     "same_graph",

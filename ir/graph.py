@@ -82,6 +82,8 @@ class Trait(Enum):
     """Run again on the same operands, it may give other numbers (see `nondeterminism`)."""
     EXCHANGE = "exchange"
     """Takes part in the traffic between pipeline stages: runs exactly once, in the original order."""
+    REORDERED = "reordered"
+    """Adds what the model's own operation adds, but may do so in another order (see `reordered`)."""
 
 
 RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC, Trait.EXCHANGE})

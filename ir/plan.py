@@ -14,11 +14,15 @@ from .errors import UsageError
 from .files import read_json, write_whole
 from .graph import Gradients
 from .printable import printable
+from .reordered import Reordered
 from .units import format_bytes
 
 __all__ = ["AnnotationEffect", "Decision", "Plan", "TierUse"]
 
 _FORMAT = "irc-plan-1"
+
+_NAMED = 4
+"""The most tensors that the summary names in one row."""
 
 _RELEASED = {
     Gradients.RETURNED: None,
@@ -139,7 +143,8 @@ class Plan:
             was written by an earlier version.
         loss: The loss that the plan assumes, in words.
         roundings: The numbers that may differ from the model's own by rounding, each with the reason; all
-            others are the same to the bit.
+            others are the same to the bit, but for those in `reordered`.
+        reordered: The tensors that sums in another order reach, with a bound of the difference.
         tiers: The copies to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
@@ -168,6 +173,7 @@ class Plan:
     peak_without_unused_bytes: int | None = None
     loss: str = ""
     roundings: tuple[str, ...] = ()
+    reordered: tuple[Reordered, ...] = ()
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
     offloaded_bytes: int = 0
@@ -191,7 +197,7 @@ class Plan:
             ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, {self._more_static})"),
             ("in flight", self._in_flight),
             *([("loss", self.loss)] if self.loss else []),
-            *(("rounding", f"may differ from eager: {text}") for text in self.roundings),
+            *(("rounding", f"may differ from eager: {text}") for text in (*self.roundings, *self._reordered)),
             *self._gradient_rows(),
             *self._unused_rows(),
             (
@@ -207,6 +213,18 @@ class Plan:
             ("strategy", f"{self.strategy}, {self._costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in rows)
+
+    @property
+    def _reordered(self) -> Iterator[str]:
+        """What sums in another order reach, in a few lines."""
+        sums = [str(each) for each in self.reordered if each.terms is not None]
+        others = [each.name for each in self.reordered if each.terms is None]
+        yield from sums[:_NAMED]
+        if len(sums) > _NAMED:
+            yield f"{len(sums) - _NAMED} more sums in another order"
+        if others:
+            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+            yield f"what is computed from sums in another order: {', '.join(others[:_NAMED])}{more}"
 
     @property
     def _more_static(self) -> str:
@@ -321,11 +339,12 @@ class Plan:
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             known["annotations"] = tuple(AnnotationEffect(**row) for row in known.get("annotations", ()))
             known["roundings"] = tuple(map(str, known.get("roundings", ())))
+            known["reordered"] = tuple(Reordered(**row) for row in known.get("reordered", ()))
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
             for annotation in known["annotations"]:
                 Policy(annotation.policy)
             plan = Plan(**known)
-            for record in (plan, *plan.decisions, *plan.annotations, *plan.tiers):
+            for record in (plan, *plan.decisions, *plan.annotations, *plan.reordered, *plan.tiers):
                 _check_types(record)
             return plan
         except (KeyError, TypeError, ValueError) as error:
@@ -374,7 +393,7 @@ _SIGNED = ("overhead", "lower_bound_overhead")
 _MOST = 1 << 63
 
 
-def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
+def _check_types(record: Plan | Decision | AnnotationEffect | Reordered | TierUse) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
     for field in fields(record):
         value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))

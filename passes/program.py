@@ -30,7 +30,6 @@ class Program:
             released in backward, and no second forward is in flight.
         kernels: The program with costs of the kernels that eager runs, if this one has the time steps of LSTM
             layers in their place; plans are compared with it.
-        roundings: Descriptions of numbers that a pass made differ from the model's own by rounding.
         measured: Measurements of operations that rewrites have run, by `signature`.
     """
 
@@ -42,7 +41,6 @@ class Program:
     tiers: tuple[Tier, ...] = ()
     eager: EagerMemory | None = None
     kernels: Program | None = None
-    roundings: tuple[str, ...] = ()
     measured: Mapping[str, Measured] = field(default_factory=dict[str, "Measured"])
 
     @property
@@ -75,5 +73,4 @@ def without_annotations(program: Program) -> Program:
         original=original,
         eager=program.eager,
         kernels=program.kernels,
-        roundings=program.roundings,
     )

@@ -69,7 +69,7 @@ class GraphFamily:
         graph, rewritten, original, deliveries = specialize(self.general, length)
         signature = replace(self.captured.signature, deliveries=deliveries)
         captured = replace(self.captured, graph=graph, signature=signature, eager=None)
-        return captured, Program(rewritten, original=original, roundings=self.prepared.roundings)
+        return captured, Program(rewritten, original=original)
 
     @cached_property
     def forms(self) -> LengthForms:

@@ -39,8 +39,9 @@ def verify_graph(graph: Graph) -> None:
             wrongly, or the reserved bytes are not those of what is released; IRC134 a parameter is read after
             its gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
             pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
-            begins from; IRC550 an annotation is out of place; IRC566 the number of
-            forwards in flight is less than one, or does not fit the graph.
+            begins from; IRC144 a sum that grows by parts is not marked as one in another order; IRC550 an
+            annotation is out of place; IRC566 the number of forwards in flight is less than one, or does not
+            fit the graph.
     """
     _GraphCheck(graph).run()
     _check_forwards(graph)
@@ -196,6 +197,8 @@ class _GraphCheck:
         is_sum = node.region is Region.BACKWARD and written in self.backward and node.releases is None
         if node.is_view or not (written in self.static or is_sum):
             fail("IRC119", f"effect {node.name} does not write a static storage by its first operand", node)
+        if is_sum and Trait.REORDERED not in node.traits:
+            fail("IRC144", f"effect {node.name} adds to a sum, and is not marked as reordered", node)
         for value in node.values:
             if value.storage is not operands[0].storage and value.storage in self.allocated:
                 message = f"effect {node.name} returns {value} in storage {value.storage.name}"

@@ -364,12 +364,13 @@ def _explained(node: Node) -> Generator[None]:
         ) from error
 
 
-def runner(node: Node) -> Callable[[], Any]:
-    """Returns an operation on tensors made up for it, ready to run."""
+def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], Any]:
+    """Returns an operation, ready to run on tensors for its operands: on made-up ones if none are given."""
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
     operation = function_of(op)
-    tensors = {value: made_up(value.type) for value in node.operands}
+    made = given or [made_up(value.type) for value in node.operands]
+    tensors = dict(zip(node.operands, made, strict=True))
     arguments = [_materialize(argument, tensors) for argument in node.arguments]
     keywords = {key: _materialize(argument, tensors) for key, argument in node.own_keywords}
     return lambda: operation(*arguments, **keywords)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ...ir import DType, Graph, Node, Region, Storage, Trait, Value
-from .row_rules import Rows, RowValues, UntileableError, rows_through
+from ...ir import DType, Graph, Node, Region, Storage, Trait, Value, values_in
+from .row_rules import COPIES, SLICE, Rows, RowValues, UntileableError, rows_through
 
 __all__ = ["LOSS", "Half", "RowRegion", "order_around", "row_regions"]
 
 LOSS = "aten.nll_loss_forward.default"
 """The operation whose losses of rows are joined and summed as it does, whatever the tiles."""
+
+_CLASSES = {LOSS: 1, "aten.nll_loss_backward.default": 2}
+"""The place of the classes among the arguments; what is ignored is the one after the next but one."""
 
 _SOFTMAX = "aten._log_softmax.default"
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
@@ -74,7 +77,7 @@ def row_regions(graph: Graph) -> list[RowRegion]:
         seen |= {value.storage for node in nodes for value in node.values}
         made = [value for node in nodes for value in node.values]
         needed = [v for v in made if any(reader not in nodes for reader in readers.get(v, ()))]
-        rows = Rows(0, len(wide.type.shape) - 1).number(wide.type.shape)
+        rows = Rows(0, len(wide.type.shape) - 1).held(wide.type.shape)
         region = RowRegion(rows, wide.type.nbytes, nodes, needed)
         if taken.isdisjoint(nodes) and _is_separable(region):
             found.append(region)
@@ -101,10 +104,17 @@ def _readers(graph: Graph) -> dict[Value, list[Node | None]]:
 
 
 def _scores(graph: Graph) -> Iterator[tuple[Value, Node]]:
-    """Yields the tensors that softmaxes of losses read."""
+    """Yields the tensors that softmaxes of losses read, perhaps some rows of them."""
+    makers = {value: node for node in graph.nodes for value in node.values}
     for node in graph.nodes:
         if node.op == _SOFTMAX and node.region is Region.FORWARD:
-            yield node.operands[0], node
+            whole, reader = node.operands[0], node
+            maker = makers.get(whole)
+            while maker is not None and (maker.is_view or maker.op in COPIES):
+                if maker.op == SLICE:
+                    whole, reader = maker.operands[0], maker
+                maker = makers.get(maker.operands[0])
+            yield whole, reader
 
 
 def _hidden(graph: Graph) -> Iterator[tuple[Value, Node]]:
@@ -125,7 +135,7 @@ def _grown(
     """All nodes around tensors as wide as one; None if one of them mixes rows, or has a place to keep."""
     shape = wide.type.shape
     rows = Rows(0, len(shape) - 1)
-    if len(shape) < 2 or rows.number(shape) < 2 or wide.storage in graph.static_storages:
+    if len(shape) < 2 or rows.held(shape) < 2 or wide.storage in graph.static_storages:
         return None
     known = {wide: rows}
     found: dict[Node, RowValues] = {}
@@ -145,9 +155,9 @@ def _grown(
                 continue  # as draws of a dropout do: tiles read their rows of it
             return None
         known.update(found[node].rows)
-        for value in found[node].rows:
-            storage = value.storage
-            is_wide = value.type.numel == wide.type.numel and storage.nbytes >= value.type.nbytes
+        for value, its in found[node].rows.items():
+            storage, width = value.storage, value.type.numel // its.held(value.type.shape)
+            is_wide = width == shape[-1] and storage.nbytes >= value.type.nbytes
             if is_wide and storage in graph.producers:
                 pending += (n for n in around[storage] if n not in found and n not in pending)
     return {node: found[node] for node in graph.nodes if node in found}
@@ -177,7 +187,10 @@ def _is_separable(region: RowRegion) -> bool:
         for value in node.operands:
             maker = makers.get(value)
             if maker is None:
-                if its.rows.get(value, Rows()).count > 1 and not value.type.is_contiguous:
+                rows = its.rows.get(value, Rows())
+                if (rows.count > 1 or rows.kept is not None) and not value.type.is_contiguous:
+                    return False
+                if rows.kept is not None and value not in _classes(node):
                     return False
             elif value not in its.rows and (node.region, maker.region) != (Region.BACKWARD, Region.FORWARD):
                 return False  # read whole, before all tiles have run
@@ -189,11 +202,22 @@ def _is_separable(region: RowRegion) -> bool:
             return False
     needed = set(region.needed)
     return all(map(region.half, Region)) and not any(
-        value in needed and (node.is_view or value not in (*its.rows, *its.sums))
+        value in needed and (node.is_view or value not in (*_whole(its), *its.sums))
         for node, its in region.nodes.items()
         if node.op != LOSS
         for value in node.values
     )
+
+
+def _classes(node: Node) -> Iterator[Value]:
+    """The classes of a loss, or of its gradient."""
+    if node.op in _CLASSES:
+        yield from values_in(node.arguments[_CLASSES[node.op]])
+
+
+def _whole(its: RowValues) -> Iterator[Value]:
+    """The values that hold all rows."""
+    return (value for value, rows in its.rows.items() if rows.kept is None)
 
 
 Half = tuple[RowRegion, Region]

@@ -10,23 +10,61 @@ from typing import cast
 from ...ir import Node, Value
 from ...torch_support.draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
 
-__all__ = ["DIMS", "RowValues", "Rows", "UntileableError", "rows_through"]
+__all__ = [
+    "COPIES",
+    "DIMS",
+    "SLICE",
+    "SLICE_BACKWARD",
+    "Kept",
+    "RowValues",
+    "Rows",
+    "UntileableError",
+    "is_pointwise",
+    "rows_through",
+]
+
+
+SLICE = "aten.slice.Tensor"
+SLICE_BACKWARD = "aten.slice_backward.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The rows that a slice leaves: from `first` to before `last` in one dimension of all rows' shape."""
+
+    shape: tuple[int, ...]
+    dim: int
+    first: int
+    last: int
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """The shape of the rows that are left."""
+        return (*self.shape[: self.dim], self.last - self.first, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The dimensions of a value that hold the rows: `count` of them, from `axis` on, flattened."""
+    """The dimensions of a value that hold the rows: `count` of them, from `axis` on, flattened.
+
+    If only some rows are there, `kept` says which.
+    """
 
     axis: int = 0
     count: int = 1
+    kept: Kept | None = None
 
     def of(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
         """The shape with that many rows, in one dimension."""
         return (*shape[: self.axis], rows, *shape[self.axis + self.count :])
 
-    def number(self, shape: tuple[int, ...]) -> int:
-        """The number of rows in a shape."""
+    def held(self, shape: tuple[int, ...]) -> int:
+        """The number of rows that are there, in a shape."""
         return math.prod(shape[self.axis : self.axis + self.count])
+
+    def number(self, shape: tuple[int, ...]) -> int:
+        """The number of all rows."""
+        return self.held(shape) if self.kept is None else math.prod(self.kept.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +88,13 @@ def rows_through(node: Node, known: Mapping[Value, Rows]) -> RowValues:
         UntileableError: The operation has no rule, or is none of rows.
     """
     rule = _RULES.get(node.op)
-    if rule is None and _is_pointwise(node.op):
+    if rule is None and is_pointwise(node.op):
         rule = _pointwise
     if rule is None:
         raise UntileableError(f"{node.op} has no rule")
     found = rule(node, known)
+    if node.op not in _OF_KEPT and any(rows.kept is not None for rows in found.rows.values()):
+        raise UntileableError(f"{node.op} has no rule for some of the rows")
     for value, rows in found.rows.items():
         if known.get(value, rows) != rows:
             raise UntileableError(f"{node.name} needs {value} by {rows}, and it holds {known[value]}")
@@ -74,16 +114,18 @@ def _tensors(node: Node, count: int) -> list[Value]:
 
 # ---------------------------------------------------------------------- element by element
 
-_COPIES = frozenset(
+COPIES = frozenset(
     ("aten._to_copy.default", "aten.clone.default", "aten.detach.default", "aten.alias.default")
 )
+"""The operations that give their operand's numbers again, perhaps in another type."""
 _DROPOUT = frozenset((DROPOUT_PRODUCT, DROPOUT_BACKWARD, "aten.native_dropout_backward.default"))
 
 
-def _is_pointwise(op: str) -> bool:
+def is_pointwise(op: str) -> bool:
+    """Whether an operation makes each element of those at its place."""
     import torch
 
-    if op in _COPIES | _DROPOUT:
+    if op in COPIES | _DROPOUT:
         return True
     space, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
@@ -165,11 +207,40 @@ def _viewed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     value, other = (operand, result) if operand in known else (result, operand)
     rows = known[value]
     _require(rows.axis == 0, node)
-    number, rest = rows.number(value.type.shape), value.type.shape[rows.count :]
+    held, rest = rows.held(value.type.shape), value.type.shape[rows.count :]
     count = len(other.type.shape) - len(rest)
     _require(count > 0 and other.type.shape[count:] == rest, node)
-    _require(Rows(0, count).number(other.type.shape) == number, node)
-    return RowValues({value: rows, other: Rows(0, count)})
+    _require(Rows(0, count).held(other.type.shape) == held, node)
+    return RowValues({value: rows, other: Rows(0, count, rows.kept)})
+
+
+def _sliced(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """Some of the rows; or all of them, of which others are elsewhere."""
+    (operand,), (result,) = node.operands, node.values
+    if operand.type.shape == result.type.shape:
+        rows = known.get(operand) or known[result]
+        return RowValues({operand: rows, result: rows})
+    rows = known.get(operand)
+    _require(rows is not None and rows.kept is None, node)
+    return RowValues({operand: cast(Rows, rows), result: _kept(node, cast(Rows, rows), operand.type.shape)})
+
+
+def _unsliced(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """The gradient of such a slice: zero in the rows that it drops."""
+    (operand,), (result,) = node.operands, node.values
+    rows = known.get(result) or Rows(0, known[operand].count)
+    return RowValues({operand: _kept(node, rows, result.type.shape), result: rows})
+
+
+def _kept(node: Node, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    """The rows that a slice of a shape, or the gradient of it, keeps."""
+    dim, first, last, *step = cast("list[int]", node.arguments[1 if node.op == SLICE else 2 :])
+    dim %= len(shape)
+    _require(rows.axis == 0 and dim < rows.count and step in ([], [1]), node)
+    first, last, _ = slice(first, last).indices(shape[dim])
+    kept = Kept(shape[: rows.count], dim, first, last)
+    _require(2 * math.prod(kept.kept_shape) >= math.prod(kept.shape), node)  # of the others much is in vain
+    return Rows(0, rows.count, kept)
 
 
 # ---------------------------------------------------------------------- along a row
@@ -208,16 +279,20 @@ def _row_losses(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     scores, classes = _tensors(node, 2)
     _require(len(scores.type.shape) == 2 and len(node.arguments) == 5 and node.arguments[2] is None, node)
     (losses, _) = node.results
-    found = {scores: Rows(), classes: Rows()}
-    return RowValues(found | {losses: Rows()} if node.arguments[3] == 0 and losses is not None else found)
+    rows, is_each = known.get(scores, Rows()), node.arguments[3] == 0
+    _require(rows.axis == 0 and rows.count == 1 and not (is_each and rows.kept), node)
+    found = {scores: rows, classes: rows}
+    return RowValues(found | {losses: rows} if is_each and losses is not None else found)
 
 
 def _row_loss_gradients(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     gradient, scores, classes = _tensors(node, 3)
     (result,) = node.values
     _require(len(scores.type.shape) == 2, node)
-    found = {scores: Rows(), classes: Rows(), result: Rows()}
-    return RowValues(found | ({gradient: Rows()} if gradient.type.shape else {}))
+    rows = known.get(scores) or known.get(result, Rows())
+    _require(rows.axis == 0 and rows.count == 1 and not (gradient.type.shape and rows.kept), node)
+    found = {scores: rows, classes: rows, result: rows}
+    return RowValues(found | ({gradient: rows} if gradient.type.shape else {}))
 
 
 DIMS = {
@@ -228,12 +303,26 @@ DIMS = {
 }
 """The arguments that name dimensions of the first operand, by operation."""
 
+_OF_KEPT = COPIES | {
+    SLICE,
+    SLICE_BACKWARD,
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten._log_softmax.default",
+    "aten._log_softmax_backward_data.default",
+    "aten.nll_loss_forward.default",
+    "aten.nll_loss_backward.default",
+}
+"""The operations that may run on all rows where only some of them are there: others give no gradient then."""
+
 _RULES: dict[str, Callable[[Node, Mapping[Value, Rows]], RowValues]] = {
     "aten.mm.default": _mm,
     "aten.addmm.default": _addmm,
     "aten.t.default": _transposed,
     "aten.view.default": _viewed,
     "aten._unsafe_view.default": _viewed,
+    SLICE: _sliced,
+    SLICE_BACKWARD: _unsliced,
     "aten._log_softmax.default": _along,
     "aten._log_softmax_backward_data.default": _along,
     "aten.sum.dim_IntList": _summed,

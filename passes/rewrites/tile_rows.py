@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast
 
 from ...ir import (
@@ -13,6 +13,7 @@ from ...ir import (
     Node,
     Region,
     Storage,
+    Symbol,
     TensorType,
     Trait,
     UsageError,
@@ -20,8 +21,9 @@ from ...ir import (
     allocation_bytes,
 )
 from ..program import Program
+from .compare_rows import RowsOf, compare_rows
 from .row_regions import LOSS, RowRegion, order_around, row_regions
-from .row_rules import DIMS, Rows, RowValues
+from .row_rules import COPIES, DIMS, SLICE, SLICE_BACKWARD, Kept, Rows, RowValues, is_pointwise
 
 __all__ = ["TileRows"]
 
@@ -52,6 +54,11 @@ class TileRows:
     Args:
         tiles: The tiles of the widest region. A region of smaller tensors has as many as make those of a tile
             no larger than the widest's.
+        exact: Whether to tile only what keeps all bits: no gradient of a weight is summed over tiles, and
+            all operations were compared.
+        compare: Whether operations of tiles are compared with the whole ones, which runs each here, on
+            tensors of its real sizes. Of those that were not, only pointwise ones count as the same.
+        most_bytes: The operands and results of the largest operation that may run to be compared.
 
     Source:
         Bekman et al., Arctic Long Sequence Training (2025) tile modules by rows; Wijmans et al., Cut Your
@@ -61,6 +68,9 @@ class TileRows:
     name: ClassVar[str] = "tile-rows"
 
     tiles: int = 8
+    exact: bool = False
+    compare: bool = True
+    most_bytes: int | None = field(default=None, metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses a number of tiles that divides nothing.
@@ -85,56 +95,58 @@ class TileRows:
                 help="put it before them: tile-rows{...},cost{...},plan-memory{...}",
             )
         graph = program.graph
-        regions = row_regions(graph)
+        regions = [r for r in row_regions(graph) if not (self.exact and r.sums)]
+        while numbers := self._numbers(regions):
+            tilings = _in_tiles(graph, numbers)
+            unlike = {region: self._unlike(tiling) for region, tiling in tilings.items()}
+            if not self.exact or not any(unlike.values()):
+                marked = set[Node]().union(*unlike.values())
+                nodes = (_marked(node) if node in marked else node for node in _nodes(graph, tilings))
+                return replace(
+                    program,
+                    graph=replace(graph, nodes=tuple(nodes)),
+                    original=program.original or graph,
+                )
+            regions = [region for region in regions if not unlike.get(region)]
+        return program
+
+    def _numbers(self, regions: Sequence[RowRegion]) -> dict[RowRegion, int]:
+        """The number of tiles of each region that is to have more than one."""
         widest_bytes = max((region.wide_bytes for region in regions), default=0)
-        tiles = {
+        found = {
             region: min(-(-region.wide_bytes * self.tiles // widest_bytes), region.most_tiles)
             for region in regions
         }
-        tiles = {region: number for region, number in tiles.items() if number > 1}
-        if not tiles:
-            return program
-        return replace(
-            program,
-            graph=_in_tiles(graph, tiles),
-            original=program.original or graph,
-            roundings=(*program.roundings, _rounded(graph, tiles)),
-        )
+        return {region: number for region, number in found.items() if number > 1}
+
+    def _unlike(self, tiling: _Tiling) -> set[Node]:
+        """The operations of tiles that may give other bits than the whole ones."""
+        pairs = [pair for pair in tiling.pairs if pair.whole.op not in COPIES]
+        runs = self.compare and not any(v.type.device == "meta" for pair in pairs for v in pair.whole.values)
+        same = compare_rows(pairs, most_bytes=self.most_bytes) if runs else {}
+        return {p.part for p in pairs if not same.get(p.part, not self.exact and is_pointwise(p.part.op))}
 
 
-def _in_tiles(graph: Graph, tiles: Mapping[RowRegion, int]) -> Graph:
-    """A graph with regions of it in so many tiles each."""
+def _marked(node: Node) -> Node:
+    return replace(node, traits=node.traits | {Trait.REORDERED})
+
+
+def _in_tiles(graph: Graph, tiles: Mapping[RowRegion, int]) -> dict[RowRegion, _Tiling]:
+    """Regions of a graph in so many tiles each."""
     names = _Names(graph, tiles)
-    tilings = {region: _Tiling(region, number, names) for region, number in tiles.items()}
-    order = order_around(graph, tiles)
+    return {region: _Tiling(region, number, names) for region, number in tiles.items()}
+
+
+def _nodes(graph: Graph, tilings: Mapping[RowRegion, _Tiling]) -> Iterator[Node]:
+    """The nodes of a graph with regions of it in tiles, in order."""
+    order = order_around(graph, tilings)
     assert order is not None
-    nodes: list[Node] = []
     for each in order:
         if isinstance(each, Node):
-            nodes.append(each)
+            yield each
         else:
             region, half = each
-            nodes += tilings[region].half(half)
-    return replace(graph, nodes=tuple(nodes))
-
-
-def _rounded(graph: Graph, regions: Iterable[RowRegion]) -> str:
-    """Says which numbers may differ by rounding if regions are in tiles."""
-    reached = {value for region in regions for value in region.sums}
-    named: dict[str, None] = {}
-    parameters = {entry.value: entry.target for entry in graph.inputs}
-    for node in graph.nodes:
-        if not reached.isdisjoint(node.operands):
-            reached.update(node.values)
-            if node.releases is not None:
-                named[parameters[node.operands[0]]] = None
-    for output in graph.outputs:
-        if output.value in reached:
-            named[output.target.partition(":")[2]] = None
-    products = "what follows from products of fewer rows, if their kernels add in another order"
-    if not named:
-        return products
-    return f"the gradient of {', '.join(named)}, a sum over tiles of rows, and {products}"
+            yield from tilings[region].halves[half]
 
 
 # ---------------------------------------------------------------------- tiles
@@ -172,9 +184,12 @@ class _Tiling:
         self.flat: dict[Value, Value] = {}
         self.needed = set(whole.needed)
         self.made: list[Node] = []
+        self.pairs: list[RowsOf] = []
+        """The operations of tiles that are not sums over rows, each with the whole one."""
+        self.halves = {region: self._half(region) for region in Region}
+        """The nodes of all tiles in forward, and in backward."""
 
-    def half(self, region: Region) -> list[Node]:
-        """The nodes of all tiles in forward, or in backward."""
+    def _half(self, region: Region) -> list[Node]:
         self.made = []
         half = self.whole.half(region)
         order = list(range(len(self.bounds)))
@@ -201,6 +216,10 @@ class _Tiling:
             part = self._part(operand, its.rows[operand], tile, node)
             parts[result] = self._transposed(part, node, tile) if node.op == _TRANSPOSE else part
             return
+        if node.op == SLICE_BACKWARD:  # the rows that a slice drops have no gradient already
+            (operand,), (result,) = node.operands, node.values
+            parts[result] = self._part(operand, its.rows[operand], tile, node)
+            return
         arguments = tuple(self._argument(argument, its, tile, node) for argument in _from_the_last(node))
         keywords = tuple((key, self._argument(a, its, tile, node)) for key, a in node.keywords)
         name = self._of_node(f"{node.name}_tile{tile}")
@@ -216,7 +235,10 @@ class _Tiling:
             if node.op == LOSS and value is node.results[0]:
                 shape = (self._length(tile),)
             parts[value] = self._value(f"{value.name}_tile{tile}", shape, value.type)
-        self.made.append(replace(own, results=tuple(None if v is None else parts[v] for v in node.results)))
+        own = replace(own, results=tuple(None if v is None else parts[v] for v in node.results))
+        self.made.append(own)
+        if node.op != LOSS:
+            self.pairs.append(RowsOf(node, its, own, self.bounds[tile][0]))
 
     def _length(self, tile: int) -> int:
         low, high = self.bounds[tile]
@@ -229,12 +251,12 @@ class _Tiling:
         (result,) = node.values
         total = result if is_last else Value(self._unused(own.name), result.type, result.storage)
         if is_first:
-            self.made.append(replace(own, results=(total,)))
+            self.made.append(_marked(replace(own, results=(total,))))
         else:
             so_far, added = self.flat[result], own.arguments
             if node.op != _PRODUCT:
                 term = self._value(f"{own.name}_term", result.type.shape, result.type)
-                self.made.append(replace(own, name=self._of_node(term.name), results=(term,)))
+                self.made.append(_marked(replace(own, name=self._of_node(term.name), results=(term,))))
                 added = (term,)
             self.made.append(
                 replace(
@@ -243,7 +265,7 @@ class _Tiling:
                     arguments=(so_far, *added),
                     keywords=(),
                     results=(total,),
-                    traits=frozenset((Trait.EFFECT,)),
+                    traits=frozenset((Trait.EFFECT, Trait.REORDERED)),
                 )
             )
         self.flat[result] = total
@@ -261,21 +283,52 @@ class _Tiling:
         """The rows of a value that a tile has: a slice of it, unless the tiles make it."""
         known = self.of_tile[tile].get(value)
         if known is None:
-            whole = value if rows.count == 1 else self._flattened(value, rows, node)
+            whole = value if rows == Rows(rows.axis) else self._flattened(value, rows, node)
             axis, (low, high) = rows.axis, self.bounds[tile]
             type = replace(whole.type, shape=Rows(axis).of(whole.type.shape, high - low))
-            known = Value(self._unused(f"{value.name}_tile{tile}"), type, value.storage)
+            known = Value(self._unused(f"{value.name}_tile{tile}"), type, whole.storage)
             self._view(known, "aten.slice.Tensor", (whole, axis, low, high), node)
             self.of_tile[tile][value] = known
         return known
 
     def _flattened(self, value: Value, rows: Rows, node: Node) -> Value:
-        if value not in self.flat:
+        if value not in self.flat and rows.kept is not None:
+            self.flat[value] = self._padded(value, rows.kept, node)
+        elif value not in self.flat:
             shape = rows.of(value.type.shape, self.whole.rows)
             type = TensorType.contiguous(shape, value.type.dtype, value.type.device)
             self.flat[value] = Value(self._unused(f"{value.name}_rows"), type, value.storage)
             self._view(self.flat[value], "aten.view.default", (value, shape), node)
         return self.flat[value]
+
+    def _padded(self, classes: Value, kept: Kept, node: Node) -> Value:
+        """The classes of all rows: those that a slice drops do not count."""
+        type = classes.type
+        shaped = Value(self._unused(f"{classes.name}_kept"), _of(kept.kept_shape, type), classes.storage)
+        self._view(shaped, "aten.view.default", (classes, kept.kept_shape), node)
+        padded = self._value(f"{classes.name}_padded", kept.shape, type)
+        after = (kept.first, kept.shape[kept.dim] - kept.last)
+        pads = (*(0, 0) * (len(kept.shape) - 1 - kept.dim), *after)
+        not_counted = node.arguments[4 if node.op == LOSS else 5]
+        self._operation(padded, "aten.constant_pad_nd.default", (shaped, pads, not_counted), node)
+        flat = Value(self._unused(f"{classes.name}_rows"), _of((self.whole.rows,), type), padded.storage)
+        self._view(flat, "aten.view.default", (padded, flat.type.shape), node)
+        return flat
+
+    def _kept(self, losses: Value, kept: Kept, node: Node) -> Value:
+        """The losses of the rows that a slice leaves."""
+        name, type = losses.name, losses.type
+        shaped = Value(self._unused(f"{name}_shaped"), _of(kept.shape, type), losses.storage)
+        self._view(shaped, "aten.view.default", (losses, kept.shape), node)
+        strided = replace(shaped.type, shape=kept.kept_shape)
+        sliced = Value(self._unused(f"{name}_sliced"), strided, losses.storage)
+        self._view(sliced, SLICE, (shaped, kept.dim, kept.first, kept.last), node)
+        copied = self._value(f"{name}_kept", kept.kept_shape, type)
+        contiguous = (("memory_format", Symbol("memory_format", "contiguous_format")),)
+        self._operation(copied, "aten.clone.default", (sliced,), node, keywords=contiguous)
+        flat = Value(self._unused(f"{name}_flat"), _of((copied.type.numel,), type), copied.storage)
+        self._view(flat, "aten.view.default", (copied, flat.type.shape), node)
+        return flat
 
     def _transposed(self, part: Value, node: Node, tile: int) -> Value:
         type = replace(part.type, shape=part.type.shape[::-1], strides=part.type.strides[::-1])
@@ -306,9 +359,12 @@ class _Tiling:
         losses, _ = node.results
         classes, not_counted = node.arguments[1], node.arguments[4]
         assert losses is not None and isinstance(classes, Value)
-        rows, name = self.whole.rows, node.name
-        joined = self._value(f"{name}_rows", (rows,), losses.type)
+        name, kept = node.name, self.whole.nodes[node].rows[classes].kept
+        joined = self._value(f"{name}_rows", (self.whole.rows,), losses.type)
         self._joined(joined, losses, 0, node)
+        if kept is not None:
+            joined = self._kept(joined, kept, node)
+        (rows,) = joined.type.shape
         scores = self._value(f"{name}_scores", (rows,), losses.type)
         self._operation(scores, "aten.neg.default", (joined,), node)
         column = TensorType.contiguous((rows, 1), losses.type.dtype, losses.type.device)
@@ -338,6 +394,7 @@ class _Tiling:
         arguments: tuple[Argument, ...],
         near: Node,
         traits: frozenset[Trait] = frozenset(),
+        keywords: tuple[tuple[str, Argument], ...] = (),
     ) -> None:
         self.made.append(
             Node(
@@ -345,6 +402,7 @@ class _Tiling:
                 op,
                 arguments,
                 (made,),
+                keywords=keywords,
                 region=near.region,
                 traits=traits,
                 at=near.at,
@@ -357,6 +415,10 @@ class _Tiling:
     def _unused(self, name: str) -> str:
         """A name for a value, and for its storage."""
         return _unused(name, self.names.values)
+
+
+def _of(shape: tuple[int, ...], like: TensorType) -> TensorType:
+    return TensorType.contiguous(shape, like.dtype, like.device)
 
 
 def _from_the_last(node: Node) -> tuple[Argument, ...]:

@@ -154,7 +154,8 @@ def _pointwise(node: Node, known: Mapping[Value, Rows]) -> RowValues:
         ):
             found[value] = rows
         else:
-            _require(len(its) <= trailing, node)
+            is_of_all = len(its) == len(shape) and rows.count == 1 == its[rows.axis]
+            _require(len(its) <= trailing or is_of_all, node)
     return RowValues(found)
 
 
@@ -275,9 +276,9 @@ def _summed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
 
 
 def _row_losses(node: Node, known: Mapping[Value, Rows]) -> RowValues:
-    """The cross entropy of rows: without weights of classes, whose sum is another."""
+    """The cross entropy of rows."""
     scores, classes = _tensors(node, 2)
-    _require(len(scores.type.shape) == 2 and len(node.arguments) == 5 and node.arguments[2] is None, node)
+    _require(len(scores.type.shape) == 2 and len(node.arguments) == 5, node)
     (losses, _) = node.results
     rows, is_each = known.get(scores, Rows()), node.arguments[3] == 0
     _require(rows.axis == 0 and rows.count == 1 and not (is_each and rows.kept), node)

@@ -31,8 +31,8 @@ _NOT_COUNTED = -100
 """The class of a row that does not count, in the sum over the rows of all tiles."""
 
 _TRANSPOSE = "aten.t.default"
-_EACH = 0
-"""The reduction that keeps the loss of each row."""
+_EACH, _MEAN, _TOTAL = 0, 1, 2
+"""The reductions of a loss: to that of each row, to their mean, and to their sum."""
 
 _PRODUCT = "aten.mm.default"
 _ADD_IN_PLACE = {
@@ -200,7 +200,10 @@ class _Tiling:
                 self._tile(node, tile, is_first=turn == 0, is_last=turn == len(order) - 1)
         for node in half:
             if node.op == LOSS and node.results[1] not in self.counts:
-                self._join_losses(node)
+                if node.arguments[2] is None:
+                    self._join_losses(node)
+                else:
+                    self._add_losses(node)
                 continue
             for value in node.values:
                 if value in self.needed and value in self.whole.nodes[node].rows:
@@ -227,12 +230,13 @@ class _Tiling:
         if its.sums:
             self._sum(node, own, parts, is_first=is_first, is_last=is_last)
             return
-        if node.op == LOSS:
-            own = replace(own, arguments=(*arguments[:3], _EACH, *arguments[4:]))
+        if node.op == LOSS and node.arguments[3] != _EACH:
+            reduction = _EACH if node.arguments[2] is None else _TOTAL
+            own = replace(own, arguments=(*arguments[:3], reduction, *arguments[4:]))
         for value in node.values:
             rows = its.rows.get(value)
             shape = value.type.shape if rows is None else rows.of(value.type.shape, self._length(tile))
-            if node.op == LOSS and value is node.results[0]:
+            if node.op == LOSS and value is node.results[0] and own.arguments[3] == _EACH:
                 shape = (self._length(tile),)
             parts[value] = self._value(f"{value.name}_tile{tile}", shape, value.type)
         own = replace(own, results=tuple(None if v is None else parts[v] for v in node.results))
@@ -376,6 +380,19 @@ class _Tiling:
         marks = self._value(f"{name}_marks", (rows,), classes.type)
         self._operation(marks, "aten.mul.Scalar", (is_left_out, _NOT_COUNTED), node)
         self.made.append(replace(node, arguments=(columns, marks, None, node.arguments[3], _NOT_COUNTED)))
+
+    def _add_losses(self, node: Node) -> None:
+        """Adds the losses of the tiles, and the weights of their classes, by which a mean is divided."""
+        losses, weights = node.results
+        assert losses is not None and weights is not None
+        total = losses if node.arguments[3] == _TOTAL else self._value(f"{node.name}_sum", (), losses.type)
+        for value, made in ((losses, total), (weights, weights)):
+            parts = tuple(parts[value] for parts in self.of_tile)
+            each = self._value(f"{made.name}_tiles", (len(parts),), value.type)
+            self._operation(each, "aten.stack.default", (parts,), node)
+            self._operation(made, "aten.sum.default", (each,), node, traits=frozenset((Trait.REORDERED,)))
+        if total is not losses:
+            self._operation(losses, "aten.div.Tensor", (total, weights), node)
 
     # ------------------------------------------------------------------ nodes and values
 

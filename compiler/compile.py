@@ -36,7 +36,7 @@ from ..ir import (
     UsageError,
     reordered,
 )
-from ..passes import PassManager, Program, TileRows
+from ..passes import PassManager, Program
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
@@ -310,19 +310,24 @@ def _whole_or_tiled(
         return planned_call(captured, program, request, reserved)
 
     def tiled(tiles: int) -> Program | None:
-        tile = TileRows(
-            tiles,
-            exact=request.exact is True,
-            compare=request.compares_kernels,
-            most_bytes=request.bounded_cost.most_bytes,
-        )
-        in_tiles = PassManager([tile], request.observers).run(program)
+        in_tiles = PassManager([request.in_tiles(tiles)], request.observers).run(program)
         if in_tiles is program:
             return None
         in_tiles = replace(in_tiles, original=None, kernels=costed_call(program, request))
         return planned_call(captured, in_tiles, request, reserved)
 
-    return whole_or_tiled(tiles_of(program.graph, request), whole, tiled)
+    return whole_or_tiled(
+        tiles_of(program.graph, request),
+        whole,
+        tiled,
+        step_seconds=_step_seconds,
+        is_best=lambda planned: planned.plan is not None and not planned.plan.overhead,
+    )
+
+
+def _step_seconds(program: Program) -> float:
+    assert program.plan is not None
+    return (1 + program.plan.overhead) * (program.plan.step_seconds or 0.0)
 
 
 class Costed(Protocol):

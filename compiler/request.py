@@ -24,6 +24,7 @@ from ..passes import (
     ReleaseGradients,
     ReplayDraws,
     SplitConvolutions,
+    TileRows,
 )
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
@@ -272,6 +273,15 @@ class Request:
     def compares_kernels(self) -> bool:
         """Whether operations run to see which others give the same bits: not if a machine is described."""
         return any(isinstance(step, SplitConvolutions) and step.transpose for step in self.rewrites)
+
+    def in_tiles(self, tiles: int) -> TileRows:
+        """The pass that runs layers in tiles, where their numbers may be off as the request says."""
+        return TileRows(
+            tiles,
+            exact=self.exact is True,
+            compare=self.compares_kernels,
+            most_bytes=self.bounded_cost.most_bytes,
+        )
 
     @property
     def choosing(self) -> tuple[Pass, ...]:

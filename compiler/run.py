@@ -101,7 +101,8 @@ class Report:
         ]
         if self.comparison is not None and self.original_bytes is not None:
             seen = self.comparison
-            equal = "bit-equal" if seen.is_equal else "not bit-equal"
+            rounded = "equal up to rounding" if not self.failures else "not bit-equal"
+            equal = "bit-equal" if seen.is_equal else rounded
             lines += [
                 f"original: peak {self.original_bytes:,} bytes; this run takes "
                 f"{self.measured_bytes / self.original_bytes:.1%} of it",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from ..ir import BudgetError, Graph, IrcError, TimeLimitError
-from ..passes import Program, row_regions
+from ..passes import row_regions
 from .request import SUMS, Request
 
 __all__ = ["tiles_of", "whole_or_tiled"]
+
+Plan = TypeVar("Plan")
 
 _FEWEST = 4
 _TIMES_MORE = 2
@@ -37,37 +39,45 @@ def tiles_of(graph: Graph, request: Request) -> Iterator[int]:
 
 
 def whole_or_tiled(
-    tiles: Iterable[int], whole: Callable[[], Program], tiled: Callable[[int], Program | None]
-) -> Program:
+    tiles: Iterable[int],
+    whole: Callable[[], Plan],
+    tiled: Callable[[int], Plan | None],
+    *,
+    step_seconds: Callable[[Plan], float],
+    is_best: Callable[[Plan], bool],
+) -> Plan:
     """The fastest plan of those with all operations whole and in tiles, with as many tiles as help.
 
     Args:
         tiles: The numbers of tiles to try.
         whole: Plans the graph with whole operations.
         tiled: Plans it with the widest operations in so many tiles; returns None if nothing can be.
+        step_seconds: The time of a plan's step.
+        is_best: Whether no plan is faster.
 
     Raises:
         BudgetError: If none fits, that of the one with the smallest budget.
         TimeLimitError: If the time limit ended before any schedule was found.
     """
-    best: Program | None = None
+    best: Plan | None = None
+    is_tiled = False
     refused: list[IrcError] = []
-    for plan in chain([whole], (partial(tiled, number) for number in tiles)):
+    for number in chain([None], tiles):
         try:
-            program = plan()
+            plan = whole() if number is None else tiled(number)
         except (BudgetError, TimeLimitError) as error:
             least = min(map(_minimum_bytes, refused), default=math.inf)
             refused.append(error)
             if best is None and math.inf > _minimum_bytes(error) > _SMALLER * least:
                 break  # others need most
             continue
-        if program is None:
+        if plan is None:
             break
-        if best is None or _step_seconds(program) < _step_seconds(best):
-            best = program
-        elif plan is not whole and best.kernels is not None:
+        if best is None or step_seconds(plan) < step_seconds(best):
+            best, is_tiled = plan, number is not None
+        elif is_tiled:
             break  # fewer tiles are faster
-        if not _overhead(best):
+        if is_best(best):
             break
     if best is None:
         raise min(refused, key=_minimum_bytes)
@@ -76,13 +86,3 @@ def whole_or_tiled(
 
 def _minimum_bytes(error: IrcError) -> float:
     return error.minimum_bytes if isinstance(error, BudgetError) else math.inf
-
-
-def _overhead(program: Program) -> float:
-    assert program.plan is not None
-    return program.plan.overhead
-
-
-def _step_seconds(program: Program) -> float:
-    assert program.plan is not None
-    return (1 + program.plan.overhead) * (program.plan.step_seconds or 0.0)

@@ -14,15 +14,12 @@ from .errors import UsageError
 from .files import read_json, write_whole
 from .graph import Gradients
 from .printable import printable
-from .reordered import Reordered
+from .reordered import Reordered, reordered_lines
 from .units import format_bytes
 
 __all__ = ["AnnotationEffect", "Decision", "Plan", "TierUse"]
 
 _FORMAT = "irc-plan-1"
-
-_NAMED = 4
-"""The most tensors that the summary names in one row."""
 
 _RELEASED = {
     Gradients.RETURNED: None,
@@ -197,7 +194,10 @@ class Plan:
             ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, {self._more_static})"),
             ("in flight", self._in_flight),
             *([("loss", self.loss)] if self.loss else []),
-            *(("rounding", f"may differ from eager: {text}") for text in (*self.roundings, *self._reordered)),
+            *(
+                ("rounding", f"may differ from eager: {text}")
+                for text in (*self.roundings, *reordered_lines(self.reordered))
+            ),
             *self._gradient_rows(),
             *self._unused_rows(),
             (
@@ -213,18 +213,6 @@ class Plan:
             ("strategy", f"{self.strategy}, {self._costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in rows)
-
-    @property
-    def _reordered(self) -> Iterator[str]:
-        """What sums in another order reach, in a few lines."""
-        sums = [str(each) for each in self.reordered if each.terms is not None]
-        others = [each.name for each in self.reordered if each.terms is None]
-        yield from sums[:_NAMED]
-        if len(sums) > _NAMED:
-            yield f"{len(sums) - _NAMED} more sums in another order"
-        if others:
-            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-            yield f"what is computed from sums in another order: {', '.join(others[:_NAMED])}{more}"
 
     @property
     def _more_static(self) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .graph import Gradients, Graph, InputRole, Node, OutputRole, Trait
 from .types import DType, Storage
 
-__all__ = ["Reordered", "reordered"]
+__all__ = ["Reordered", "reordered", "reordered_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,14 @@ _COPIES = frozenset(
 """The operations whose results have the numbers of their operands, but for their type."""
 
 
-def reordered(graph: Graph) -> tuple[Reordered, ...]:
+def reordered(graph: Graph, micro_batches: int = 1) -> tuple[Reordered, ...]:
     """Lists what a step leaves that sums in another order reach: all else has the bits of the model's own.
 
     It follows from the nodes that are marked with `Trait.REORDERED`.
+
+    Args:
+        graph: The step, or that of one micro-batch.
+        micro_batches: The number of them, whose gradients are added up.
     """
     reached: dict[Storage, _Sum | None] = {}
     """What may be off: sums of numbers that are not, and (None) what is computed from such sums."""
@@ -125,7 +129,32 @@ def reordered(graph: Graph) -> tuple[Reordered, ...]:
         is_output = output.role is OutputRole.OUTPUT
         name = f"output {target}" if is_output else _named(InputRole(role), target)
         found[name] = reached[output.value.storage]
-    return tuple(Reordered(n) if s is None else Reordered(n, s.terms, s.bound) for n, s in found.items())
+    return tuple(_of_all(name, each, micro_batches) for name, each in found.items())
+
+
+def _of_all(name: str, each: _Sum | None, micro_batches: int) -> Reordered:
+    """A tensor that each micro-batch leaves; the gradients of all of them are added up."""
+    if each is None:
+        return Reordered(name)
+    if micro_batches > 1 and not name.startswith("output "):
+        each = _Sum(each.terms * micro_batches, (each.parts + 1) * micro_batches, each.unit)
+    return Reordered(name, each.terms, each.bound)
+
+
+def reordered_lines(found: Sequence[Reordered]) -> Iterator[str]:
+    """Says in a few lines what sums in another order reach."""
+    sums = [str(each) for each in found if each.terms is not None]
+    others = [each.name for each in found if each.terms is None]
+    yield from sums[:_NAMED]
+    if len(sums) > _NAMED:
+        yield f"{len(sums) - _NAMED} more sums in another order"
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        yield f"what is computed from sums in another order: {', '.join(others[:_NAMED])}{more}"
+
+
+_NAMED = 4
+"""The most tensors that a row names."""
 
 
 def _named(role: InputRole, target: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..ir import UsageError
-from .options import mark, optimizer_of, source_of
+from .options import exact_of, mark, optimizer_of, source_of
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_ALONE = ("passes", "explain", "print_passes", "exact")
+_ALONE = ("passes", "explain", "print_passes")
 """Options that pipelines do not have."""
 
 _DEFAULTS = {
@@ -129,6 +129,7 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
         options.partition,
         options.swap,
         options.gap,
+        exact_of(options),
     )
     request.check()
     if options.output is not None:

@@ -100,6 +100,7 @@ def pipeline(
     partition: str = "best",
     swap: str | Sequence[str] = (),
     gap: float = GAP,
+    exact: bool | str = True,
     profile: bool | str | None = None,
 ) -> Pipeline:
     """Cuts a model into pipeline stages that fit their devices, for the shortest step.
@@ -137,6 +138,7 @@ def pipeline(
             torchgpipe's balance (`time`, `size`) or PipeDream's (`pipedream`).
         swap: Tiers that each device's stages may copy to, as in `irc.optimize`: `"host:64GiB"`.
         gap: As in `irc.optimize`, for the plan of each stage.
+        exact: As in `irc.optimize`: `"sums"` lets loss heads and wide layers run in tiles of rows.
         profile: The old name of `costs`, until the next version.
 
     Raises:
@@ -160,6 +162,7 @@ def pipeline(
         partition,
         swap,
         gap,
+        exact,
     )
     request.check()
     return compile_pipeline(lambda count: (model, arguments), request, loss)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...frontends.torch import Captured, capture
-from ...ir import Graph, InputRole, UnsupportedError
+from ...ir import Graph, InputRole, UnsupportedError, reordered
 from ...ir.liveness import liveness
 from ...passes import Cost, OfferTiers, PassManager, Program
 from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
@@ -31,6 +31,7 @@ from ...torch_support.pytree import flatten
 from ..model_source import training_loss
 from ..optimizers import DescribedOptimizer
 from ..tiers import tier_configs
+from ..tiles import tiles_of, whole_or_tiled
 from ..time_steps import kernels_or_time_steps
 from .request import PipelineRequest
 from .results import own_results
@@ -124,6 +125,7 @@ class MicroBatch:
         tiers: Offers the tiers that stages may copy to; None if there are none.
         time_steps: Captures the same with the time steps of LSTM layers in place of kernels; None plans
             kernels alone.
+        tiles: The same with its widest layers in tiles, by the number of these; None where nothing can be.
     """
 
     captured: Captured
@@ -132,6 +134,9 @@ class MicroBatch:
     optimizer_steps: OptimizerSteps
     tiers: OfferTiers | None = None
     time_steps: Callable[[], MicroBatch] | None = None
+    tiles: Mapping[int, Callable[[], MicroBatch | None]] = field(
+        default_factory=dict[int, "Callable[[], MicroBatch | None]"]
+    )
 
     @staticmethod
     def measured(
@@ -149,12 +154,21 @@ class MicroBatch:
             UsageError: As `PipelineRequest.offered`.
         """
         stage = request.of_a_stage()
-        prepared = PassManager(stage.preparing).run(Program(captured.graph))
-        program = stage.cost.run(replace(prepared, original=None))
+        prepared = replace(PassManager(stage.preparing).run(Program(captured.graph)), original=None)
+        program = stage.cost.run(prepared)
         optimizer = request.optimizer
         steps = OptimizerSteps() if optimizer is None else optimizer_steps_of(program.graph, optimizer)
         again = None if time_steps is None else cache(lambda: MicroBatch.measured(time_steps(), request))
-        return MicroBatch(captured, program, stage.cost, steps, stage.on(_device(program)).tiers, again)
+        whole = MicroBatch(captured, program, stage.cost, steps, stage.on(_device(program)).tiers, again)
+
+        def tiled(number: int) -> MicroBatch | None:
+            in_tiles = PassManager([stage.in_tiles(number)]).run(prepared)
+            if in_tiles is prepared:
+                return None
+            costed = stage.cost.run(replace(in_tiles, original=None))
+            return replace(whole, program=costed, time_steps=None)
+
+        return replace(whole, tiles={n: cache(partial(tiled, n)) for n in tiles_of(prepared.graph, stage)})
 
     @cached_property
     def linear_order(self) -> LinearOrder:
@@ -162,7 +176,9 @@ class MicroBatch:
         return linear_order_of(self.program, self.cost.run)
 
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
-        """Plans its pipeline; if nothing fits, with LSTM layers taken apart. The bound holds for both.
+        """Plans its pipeline: whole, in tiles, and, if nothing fits, with LSTM layers taken apart.
+
+        The bound holds for all of these.
 
         Args:
             request: What it is asked to be.
@@ -173,16 +189,32 @@ class MicroBatch:
             TimeLimitError: IRC205.
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
-        started, time_steps = time.thread_time(), self.time_steps
+        started = time.thread_time()
+
+        def left() -> float:
+            return max(time_limit - (time.thread_time() - started), time_limit / 4)
+
+        def tiled(number: int) -> Stages | None:
+            in_tiles = self.tiles[number]()
+            return None if in_tiles is None else self._comparing(in_tiles._planned(request, left()), request)
+
+        return whole_or_tiled(
+            self.tiles,
+            lambda: self._whole(request, left),
+            tiled,
+            step_seconds=lambda stages: stages.plan.step_seconds,
+            is_best=lambda stages: stages.plan.gap <= 0,
+        )
+
+    def _whole(self, request: PipelineRequest, left: Callable[[], float]) -> Stages:
+        """Plans it as it is, or with LSTM layers taken apart, in the seconds that are left."""
+        time_steps = self.time_steps
         if time_steps is None:
-            return self._planned(request, time_limit)
-
-        def by_time_steps() -> Stages:
-            left = max(time_limit - (time.thread_time() - started), time_limit / 4)
-            return self._comparing(time_steps().plan(request, left), request)
-
+            return self._planned(request, left())
         return kernels_or_time_steps(
-            self.captured.graph, lambda: self._planned(request, time_limit), by_time_steps
+            self.captured.graph,
+            lambda: self._planned(request, left()),
+            lambda: self._comparing(time_steps().plan(request, left()), request),
         )
 
     def _comparing(self, stages: Stages, request: PipelineRequest) -> Stages:
@@ -220,6 +252,7 @@ class MicroBatch:
         planned = plan_pipeline(self.program, order, options, find, self.linear_order)
         names = [device.name for device in request.requested_devices()]
         optimizer = request.optimizer
+        reached = reordered(self.program.graph, order.micro_batches)
         named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"
         return Stages(
             planned.schedule,
@@ -227,7 +260,7 @@ class MicroBatch:
             tuple(stage.schedule for stage in planned.last_stages),
             self.captured.signature.deliveries,
             self.captured.constants,
-            plan_of(planned, names, None if optimizer is None else named),
+            plan_of(planned, names, None if optimizer is None else named, reached),
             optimizer,
             () if self.tiers is None else tier_configs(self.tiers, _device(self.program)),
         )

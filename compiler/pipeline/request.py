@@ -109,6 +109,7 @@ class PipelineRequest:
         swap: Tiers that stages may copy to, as in `irc.optimize`, for each device.
         partition: Where the model is cut: `best`, or for comparison `uniform`, `time`, `size` or `pipedream`.
         gap: The distance from the best at which the plan of a stage is good enough, as in `irc.optimize`.
+        exact: As there.
     """
 
     devices: int | str
@@ -125,6 +126,7 @@ class PipelineRequest:
     partition: str = "best"
     swap: str | Sequence[str] = ()
     gap: float = GAP
+    exact: bool | str = True
 
     def check(self) -> None:
         """Refuses what can be refused before the model is looked at.
@@ -270,7 +272,7 @@ class PipelineRequest:
         """
         if self.swap:
             offer(self.swap, self.costs)
-        return Request.of(1, costs=self.costs, swap=self.swap or None)
+        return Request.of(1, costs=self.costs, swap=self.swap or None, exact=self.exact)
 
     def link_bytes_per_second(self) -> int:
         """Bytes that go from one device to another in a second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir import InputRole, Offload, Region
+from ...ir import InputRole, Offload, Region, Reordered
 from ...ir.pipeline.plan import PipelinePlan, StageSummary
 from ...ir.pipeline.schedule import in_flight
 from ...passes.pipeline import PlannedPipeline, PlannedStage
@@ -12,13 +12,16 @@ from ...passes.pipeline import PlannedPipeline, PlannedStage
 __all__ = ["plan_of"]
 
 
-def plan_of(planned: PlannedPipeline, names: Sequence[str], optimizer: str | None) -> PipelinePlan:
+def plan_of(
+    planned: PlannedPipeline, names: Sequence[str], optimizer: str | None, reached: Sequence[Reordered] = ()
+) -> PipelinePlan:
     """The certificate of a planned pipeline.
 
     Args:
         planned: The pipeline.
         names: Of the devices, as they were given.
         optimizer: What the optimizer is called that was counted; None without one.
+        reached: The tensors that sums in another order reach.
     """
     order = planned.schedule
     flights = in_flight(order)
@@ -43,6 +46,7 @@ def plan_of(planned: PlannedPipeline, names: Sequence[str], optimizer: str | Non
         cuts=planned.cuts,
         costs=costs.source,
         planning_seconds=planned.seconds,
+        reordered=tuple(reached),
     )
 
 

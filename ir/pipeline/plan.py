@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..printable import printable
+from ..reordered import Reordered, reordered_lines
 from ..units import format_bytes
 
 __all__ = ["PipelinePlan", "StageSummary"]
@@ -68,6 +70,7 @@ class PipelinePlan:
         cuts: The positions of the model's forward operations before which it is cut.
         costs: The source of seconds and workspaces.
         planning_seconds: The time that planning took.
+        reordered: The tensors that sums in another order reach, with a bound of the difference.
     """
 
     schedule: str
@@ -85,6 +88,7 @@ class PipelinePlan:
     cuts: tuple[int, ...]
     costs: str
     planning_seconds: float
+    reordered: tuple[Reordered, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -132,6 +136,7 @@ class PipelinePlan:
             cuts=tuple(map(int, data["cuts"])),
             costs=str(data["costs"]),
             planning_seconds=float(data["planning_seconds"]),
+            reordered=tuple(Reordered(**row) for row in data.get("reordered", ())),
         )
 
     def summary(self) -> str:
@@ -151,6 +156,10 @@ class PipelinePlan:
                 f"({peak:,} bytes) of a budget of {format_bytes(budget)}"
                 f"{'' if speed == 1 else f', at {speed:g} of the speed'}"
             )
+        lines += [
+            f"{'rounding':>16}  may differ from eager: {printable(text, 1000)}"
+            for text in reordered_lines(self.reordered)
+        ]
         if self.optimizer is not None:
             lines.append(f"{'optimizer':>16}  {self.optimizer}, with its state and steps counted")
         for stage in self.stages:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +24,7 @@ from irc.compiler.tiles import tiles_of
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Reordered, Trait, UsageError, print_graph, reordered, verify_graph
+from irc.ir.pipeline.plan import PipelinePlan
 from irc.passes import PassManager, Program, TileRows, parse_passes, row_regions
 from irc.tools.cli import main
 
@@ -440,7 +442,67 @@ def test_a_written_plan_with_tiles_trains(tmp_path: Path, capsys: pytest.Capture
     assert "head.weight, a sum of 256 terms in another order, by at most 3.1e-05" in capsys.readouterr().out
     assert main(["run", str(folder), "--check", "--trust"]) == 0
     assert main([*command, "--exact", "sums", "--passes", "plan-memory{budget=60%}"]) == 2
-    assert main([*command, "--exact", "sums", "--stages", "2", "--micro-batches", "2"]) == 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_last_stage_of_a_pipeline_is_tiled(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("irc.compiler.tiles._LEAST_BYTES", 1 << 14)
+    module, args = Language(bias=False), batch(rows=4, length=128)
+    args[1].clamp_min_(0)  # as many rows count in each micro-batch
+    module.head.requires_grad_(not frozen)
+    original = copy.deepcopy(module)
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 2, "costs": "analytic", "time_limit": 20}
+    costs = "a100" if frozen else "analytic"  # on a described machine no kernels are compared
+    with pytest.raises(BudgetError) as refused:
+        irc.pipeline(module, args, 1 << 20, **{**options, "costs": costs})
+    budget = refused.value.minimum_bytes * 3 // 4
+    planned = irc.pipeline(module, args, budget, **options, exact=True if frozen else "sums")
+    assert {each.name for each in planned.plan.reordered} == (set() if frozen else {"head.weight"})
+    assert all(each.terms == 512 for each in planned.plan.reordered)
+    assert ("head.weight, a sum of 512 terms" in planned.plan.summary()) != frozen
+    assert PipelinePlan.from_json(json.loads(json.dumps(planned.plan.to_json()))) == planned.plan
+    losses = planned.start().step(*args)
+    expected = [original(*(part.chunk(2)[i] for part in args)) for i in range(2)]
+    for loss in expected:
+        (loss / 2).backward()
+    assert [float(loss) for loss in losses] == [float(loss.detach()) for loss in expected]
+    for (name, parameter), wanted in zip(module.named_parameters(), original.parameters(), strict=True):
+        if name == "head.weight" and not frozen:
+            assert parameter.grad is not None and wanted.grad is not None
+            torch.testing.assert_close(parameter.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+        elif wanted.grad is not None:
+            assert parameter.grad is not None and torch.equal(parameter.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_of_an_onnx_file_is_tiled(
+    reduction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, words = 256, 8000
+    helper, weight = onnx.helper, torch.randn(WIDTH, words).numpy() * 0.1
+    graph = helper.make_graph(
+        [
+            helper.make_node("Tanh", ["x"], ["hidden"]),
+            helper.make_node("MatMul", ["hidden", "weight"], ["scores"]),
+            helper.make_node("SoftmaxCrossEntropyLoss", ["scores", "words"], ["loss"], reduction=reduction),
+        ],
+        "head",
+        [
+            helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [rows, WIDTH]),
+            helper.make_tensor_value_info("words", onnx.TensorProto.INT64, [rows]),
+        ],
+        [helper.make_tensor_value_info("loss", onnx.TensorProto.FLOAT, [])],
+        [onnx.numpy_helper.from_array(weight, "weight")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "head.onnx")
+    folder = str(tmp_path / "plan")
+    command = ["optimize", str(tmp_path / "head.onnx"), "--costs", "analytic", "-o", folder]
+    assert main([*command, "--budget", "60%"]) == 3
+    assert main([*command, "--budget", "60%", "--exact", "sums"]) == 0
+    assert f"weight, a sum of {rows} terms in another order" in capsys.readouterr().out
+    assert main(["run", folder, "--check"]) == 0
+    assert "equal up to rounding" in capsys.readouterr().out
 
 
 def test_the_check_holds_each_tensor_to_its_class(

@@ -321,7 +321,7 @@ def _whole_or_tiled(
         whole,
         tiled,
         step_seconds=_step_seconds,
-        is_best=lambda planned: planned.plan is not None and not planned.plan.overhead,
+        is_best=lambda planned: planned.plan is not None and planned.plan.overhead <= request.plan.gap,
     )
 
 

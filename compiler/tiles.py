@@ -53,14 +53,13 @@ def whole_or_tiled(
         whole: Plans the graph with whole operations.
         tiled: Plans it with the widest operations in so many tiles; returns None if nothing can be.
         step_seconds: The time of a plan's step.
-        is_best: Whether no plan is faster.
+        is_best: Whether no plan is faster by much.
 
     Raises:
         BudgetError: If none fits, that of the one with the smallest budget.
         TimeLimitError: If the time limit ended before any schedule was found.
     """
     best: Plan | None = None
-    is_tiled = False
     refused: list[IrcError] = []
     for number in chain([None], tiles):
         try:
@@ -73,10 +72,9 @@ def whole_or_tiled(
             continue
         if plan is None:
             break
-        if best is None or step_seconds(plan) < step_seconds(best):
-            best, is_tiled = plan, number is not None
-        elif is_tiled:
+        if best is not None and step_seconds(plan) >= step_seconds(best):
             break  # fewer tiles are faster
+        best = plan
         if is_best(best):
             break
     if best is None:

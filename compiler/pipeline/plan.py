@@ -203,7 +203,7 @@ class MicroBatch:
             lambda: self._whole(request, left),
             tiled,
             step_seconds=lambda stages: stages.plan.step_seconds,
-            is_best=lambda stages: stages.plan.gap <= 0,
+            is_best=lambda stages: stages.plan.gap <= request.gap,
         )
 
     def _whole(self, request: PipelineRequest, left: Callable[[], float]) -> Stages:

@@ -94,6 +94,9 @@ def _listed(results: Any) -> list[Tensor]:
 
 def _part(tensor: Tensor, pair: RowsOf, value: Value, type: TensorType) -> Tensor:
     """What an operation on some rows reads of a tensor, laid out as there."""
+    if value in pair.values.groups:
+        group, count = pair.values.groups[value]
+        return tensor.flatten(0, count - 1).narrow(0, pair.first // group, 1)
     if value not in pair.values.rows:
         return tensor
     rows = _rows(tensor, pair, value, type.shape[pair.values.rows[value].axis])

@@ -17,7 +17,9 @@ _CLASSES = {LOSS: 1, "aten.nll_loss_backward.default": 2}
 """The place of the classes among the arguments; what is ignored is the one after the next but one."""
 
 _SOFTMAX = "aten._log_softmax.default"
-_PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+_READ = {"aten.mm.default": (0,), "aten.addmm.default": (1,), "aten.bmm.default": (0, 1)}
+"""The places of the operands that products have by rows, among their arguments."""
+
 _SUMS = frozenset(("aten.mm.default", "aten.sum.dim_IntList"))
 """The operations whose sum over rows can grow by one tile after the other."""
 
@@ -49,6 +51,12 @@ class RowRegion:
         is_rounded = any(value.type.dtype.itemsize < DType.FLOAT32.itemsize for value in self.sums)
         return min(self.rows, _MOST_IN_16_BITS) if is_rounded else self.rows
 
+    @property
+    def group(self) -> int:
+        """The rows that must not be in one tile with others: those that share one of a mask."""
+        groups = (group for its in self.nodes.values() for group, _ in its.groups.values())
+        return min(groups, default=self.rows)
+
     def half(self, region: Region) -> list[Node]:
         """The nodes of forward, or of backward."""
         return [node for node in self.nodes if node.region is region]
@@ -67,18 +75,17 @@ def row_regions(graph: Graph) -> list[RowRegion]:
     found: list[RowRegion] = []
     taken: set[Node] = set()
     seen: set[Storage] = set()
-    for wide, node in (*_scores(graph), *_hidden(graph)):
+    for wide, rows, node in (*_scores(graph), *_hidden(graph)):
         if node in taken or wide.storage in seen:
             continue
         seen.add(wide.storage)
-        nodes = _grown(graph, around, wide, [node])
+        nodes = _grown(graph, around, wide, rows, [node])
         if nodes is None:
             continue
         seen |= {value.storage for node in nodes for value in node.values}
         made = [value for node in nodes for value in node.values]
         needed = [v for v in made if any(reader not in nodes for reader in readers.get(v, ()))]
-        rows = Rows(0, len(wide.type.shape) - 1).held(wide.type.shape)
-        region = RowRegion(rows, wide.type.nbytes, nodes, needed)
+        region = RowRegion(rows.held(wide.type.shape), wide.type.nbytes, nodes, needed)
         if taken.isdisjoint(nodes) and _is_separable(region):
             found.append(region)
             taken.update(nodes)
@@ -103,7 +110,7 @@ def _readers(graph: Graph) -> dict[Value, list[Node | None]]:
     return found
 
 
-def _scores(graph: Graph) -> Iterator[tuple[Value, Node]]:
+def _scores(graph: Graph) -> Iterator[tuple[Value, Rows, Node]]:
     """Yields the tensors that softmaxes of losses read, perhaps some rows of them."""
     makers = {value: node for node in graph.nodes for value in node.values}
     for node in graph.nodes:
@@ -114,30 +121,28 @@ def _scores(graph: Graph) -> Iterator[tuple[Value, Node]]:
                 if maker.op == SLICE:
                     whole, reader = maker.operands[0], maker
                 maker = makers.get(maker.operands[0])
-            yield whole, reader
+            yield whole, Rows(0, len(whole.type.shape) - 1), reader
 
 
-def _hidden(graph: Graph) -> Iterator[tuple[Value, Node]]:
-    """Yields the products of forward that are wider than what they are made of, the widest first."""
-    products: list[tuple[Value, Node]] = []
+def _hidden(graph: Graph) -> Iterator[tuple[Value, Rows, Node]]:
+    """Yields the products of forward that are wider than what they read by rows, the widest first."""
+    products: list[tuple[Value, Rows, Node]] = []
     for node in graph.nodes:
-        if node.op in _PRODUCTS and node.region is Region.FORWARD:
-            (made,), read = node.values, node.arguments[-2]
-            assert isinstance(read, Value)
-            if made.type.numel > read.type.numel:
-                products.append((made, node))
+        if node.op in _READ and node.region is Region.FORWARD:
+            (made,), read = node.values, [v for i in _READ[node.op] for v in values_in(node.arguments[i])]
+            if all(made.type.numel > value.type.numel for value in read):
+                products.append((made, Rows(), node))
     yield from sorted(products, key=lambda each: -each[0].type.nbytes)
 
 
 def _grown(
-    graph: Graph, around: Mapping[Storage, list[Node]], wide: Value, pending: list[Node]
+    graph: Graph, around: Mapping[Storage, list[Node]], wide: Value, rows: Rows, pending: list[Node]
 ) -> dict[Node, RowValues] | None:
     """All nodes around tensors as wide as one; None if one of them mixes rows, or has a place to keep."""
     shape = wide.type.shape
-    rows = Rows(0, len(shape) - 1)
     if len(shape) < 2 or rows.held(shape) < 2 or wide.storage in graph.static_storages:
         return None
-    known = {wide: rows}
+    known, wide_row = {wide: rows}, wide.type.numel // rows.held(shape)
     found: dict[Node, RowValues] = {}
     while pending:
         node = next((n for n in pending if not known.keys().isdisjoint((*n.operands, *n.values))), None)
@@ -156,8 +161,8 @@ def _grown(
             return None
         known.update(found[node].rows)
         for value, its in found[node].rows.items():
-            storage, width = value.storage, value.type.numel // its.held(value.type.shape)
-            is_wide = width == shape[-1] and storage.nbytes >= value.type.nbytes
+            storage, row = value.storage, value.type.numel // its.held(value.type.shape)
+            is_wide = row == wide_row and storage.nbytes >= value.type.nbytes
             if is_wide and storage in graph.producers:
                 pending += (n for n in around[storage] if n not in found and n not in pending)
     return {node: found[node] for node in graph.nodes if node in found}

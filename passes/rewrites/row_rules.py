@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from ...ir import Node, Value
@@ -15,6 +15,7 @@ __all__ = [
     "DIMS",
     "SLICE",
     "SLICE_BACKWARD",
+    "SWAP",
     "Kept",
     "RowValues",
     "Rows",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+SWAP = "aten.transpose.int"
 SLICE = "aten.slice.Tensor"
 SLICE_BACKWARD = "aten.slice_backward.default"
 
@@ -69,10 +71,18 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowValues:
-    """The values of an operation that hold rows, and the results that are sums over all rows."""
+    """The values of an operation that hold rows, and what becomes of rows in others.
+
+    Args:
+        rows: The dimensions of each value that holds rows.
+        sums: The results that are sums over all rows.
+        groups: The operands that hold one row for each group of rows, as a mask of a batch for all heads of
+            its attention: the number of rows in a group, and of dimensions that the rows have there.
+    """
 
     rows: Mapping[Value, Rows]
     sums: frozenset[Value] = frozenset()
+    groups: Mapping[Value, tuple[int, int]] = field(default_factory=dict[Value, "tuple[int, int]"])
 
 
 class UntileableError(Exception):
@@ -145,6 +155,7 @@ def _pointwise(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     if rows is None:
         raise UntileableError(f"{node.name} broadcasts rows")
     found = {result: rows}
+    groups: dict[Value, tuple[int, int]] = {}
     trailing = len(shape) - rows.axis - rows.count
     for value in node.operands:
         its = value.type.shape
@@ -153,10 +164,17 @@ def _pointwise(node: Node, known: Mapping[Value, Rows]) -> RowValues:
             and its[rows.axis : rows.axis + rows.count] == shape[rows.axis :][: rows.count]
         ):
             found[value] = rows
-        else:
-            is_of_all = len(its) == len(shape) and rows.count == 1 == its[rows.axis]
-            _require(len(its) <= trailing or is_of_all, node)
-    return RowValues(found)
+        elif len(its) > trailing:
+            groups[value] = _group(node, its, shape, rows), rows.count
+    return RowValues(found, groups=groups)
+
+
+def _group(node: Node, its: tuple[int, ...], shape: tuple[int, ...], rows: Rows) -> int:
+    """The number of rows that share one of an operand, which is broadcast over their last dimensions."""
+    _require(len(its) == len(shape) and rows.axis == 0 and rows.kept is None, node)
+    own = next((i for i in range(rows.count) if its[i] != shape[i]), rows.count)
+    _require(all(size == 1 for size in its[own : rows.count]), node)
+    return math.prod(shape[own : rows.count])
 
 
 # ---------------------------------------------------------------------- products
@@ -173,6 +191,13 @@ def _addmm(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     _require(not found.sums and len(bias.type.shape) < 2 and node.values[0] in found.rows, node)
     _require(found.rows[node.values[0]] == Rows(), node)
     return found
+
+
+def _products(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """A product of matrices for each row."""
+    values = (*_tensors(node, 2), *node.values)
+    _require(all(known.get(value, Rows()) == Rows() for value in values), node)
+    return RowValues(dict.fromkeys(values, Rows()))
 
 
 def _product(node: Node, left: Value, right: Value, known: Mapping[Value, Rows]) -> RowValues:
@@ -200,6 +225,22 @@ def _transposed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     given = known.get(operand) or Rows(1 - known[result].axis, known[result].count)
     _require(given.count == 1, node)
     return RowValues({operand: given, result: Rows(1 - given.axis)})
+
+
+def _swapped(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """Two dimensions, behind those of the rows, change places."""
+    (operand,), (result,) = node.operands, node.values
+    rows, rank = known.get(operand) or known[result], len(operand.type.shape)
+    dims = [cast(int, dim) % rank for dim in node.arguments[1:]]
+    _require(rows.axis == 0 and min(dims) >= rows.count, node)
+    return RowValues({operand: rows, result: rows})
+
+
+def _expanded(node: Node, known: Mapping[Value, Rows]) -> RowValues:
+    """The same tensor: nothing of it is expanded."""
+    (operand,), (result,) = node.operands, node.values
+    _require(operand.type.shape == result.type.shape, node)
+    return RowValues(dict.fromkeys((operand, result), known.get(operand) or known[result]))
 
 
 def _viewed(node: Node, known: Mapping[Value, Rows]) -> RowValues:
@@ -253,7 +294,7 @@ def _along(node: Node, known: Mapping[Value, Rows]) -> RowValues:
     rows = next(known[value] for value in values if value in known)
     shape = node.values[0].type.shape
     _require(node.arguments[DIMS[node.op]] in (-1, len(shape) - 1), node)
-    _require(rows.axis == 0 and rows.count == len(shape) - 1, node)
+    _require(rows.axis == 0 and rows.count <= len(shape) - 1, node)
     _require(all(value.type.shape == shape for value in values), node)
     return RowValues(dict.fromkeys(values, rows))
 
@@ -299,6 +340,8 @@ def _row_loss_gradients(node: Node, known: Mapping[Value, Rows]) -> RowValues:
 DIMS = {
     "aten._log_softmax.default": 1,
     "aten._log_softmax_backward_data.default": 2,
+    "aten._softmax.default": 1,
+    "aten._softmax_backward_data.default": 2,
     "aten.sum.dim_IntList": 1,
     "aten.logsumexp.default": 1,
 }
@@ -319,13 +362,18 @@ _OF_KEPT = COPIES | {
 _RULES: dict[str, Callable[[Node, Mapping[Value, Rows]], RowValues]] = {
     "aten.mm.default": _mm,
     "aten.addmm.default": _addmm,
+    "aten.bmm.default": _products,
     "aten.t.default": _transposed,
+    SWAP: _swapped,
+    "aten.expand.default": _expanded,
     "aten.view.default": _viewed,
     "aten._unsafe_view.default": _viewed,
     SLICE: _sliced,
     SLICE_BACKWARD: _unsliced,
     "aten._log_softmax.default": _along,
     "aten._log_softmax_backward_data.default": _along,
+    "aten._softmax.default": _along,
+    "aten._softmax_backward_data.default": _along,
     "aten.sum.dim_IntList": _summed,
     "aten.logsumexp.default": _summed,
     "aten.nll_loss_forward.default": _row_losses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast
@@ -23,7 +24,7 @@ from ...ir import (
 from ..program import Program
 from .compare_rows import RowsOf, compare_rows
 from .row_regions import LOSS, RowRegion, order_around, row_regions
-from .row_rules import COPIES, DIMS, SLICE, SLICE_BACKWARD, Kept, Rows, RowValues, is_pointwise
+from .row_rules import COPIES, DIMS, SLICE, SLICE_BACKWARD, SWAP, Kept, Rows, RowValues, is_pointwise
 
 __all__ = ["TileRows"]
 
@@ -174,8 +175,13 @@ class _Tiling:
 
     def __init__(self, whole: RowRegion, tiles: int, names: _Names) -> None:
         self.whole, self.names = whole, names
-        length = -(-whole.rows // tiles)
-        self.bounds = [(low, min(low + length, whole.rows)) for low in range(0, whole.rows, length)]
+        group = whole.group
+        length = min(-(-whole.rows // tiles), group)
+        self.bounds = [
+            (low, min(low + length, start + group, whole.rows))
+            for start in range(0, whole.rows, group)
+            for low in range(start, start + group, length)
+        ]
         self.of_tile: list[dict[Value, Value]] = [{} for _ in self.bounds]
         """The part that each tile has of each value."""
         each = (node for node in whole.nodes if node.op == LOSS and node.arguments[3] == _EACH)
@@ -217,7 +223,7 @@ class _Tiling:
         if node.is_view:
             (operand,), (result,) = node.operands, node.values
             part = self._part(operand, its.rows[operand], tile, node)
-            parts[result] = self._transposed(part, node, tile) if node.op == _TRANSPOSE else part
+            parts[result] = self._transposed(part, node, tile) if node.op in (_TRANSPOSE, SWAP) else part
             return
         if node.op == SLICE_BACKWARD:  # the rows that a slice drops have no gradient already
             (operand,), (result,) = node.operands, node.values
@@ -281,6 +287,8 @@ class _Tiling:
             return argument
         if argument in its.rows:
             return self._part(argument, its.rows[argument], tile, node)
+        if argument in its.groups:
+            return self._of_group(argument, *its.groups[argument], tile, node)
         return self.of_tile[tile].get(argument, argument) if argument in self.counts else argument
 
     def _part(self, value: Value, rows: Rows, tile: int, node: Node) -> Value:
@@ -335,10 +343,36 @@ class _Tiling:
         return flat
 
     def _transposed(self, part: Value, node: Node, tile: int) -> Value:
-        type = replace(part.type, shape=part.type.shape[::-1], strides=part.type.strides[::-1])
-        result = Value(self._unused(f"{node.name}_tile{tile}"), type, part.storage)
-        self._view(result, _TRANSPOSE, (part,), node)
+        """A part with two dimensions in each other's place: the only two, or some behind the rows'."""
+        rank = len(node.operands[0].type.shape)
+        dims = [cast(int, dim) % rank - rank for dim in node.arguments[1:]] or [-2, -1]
+        order = list(range(-len(part.type.shape), 0))
+        order[dims[0]], order[dims[1]] = dims[1], dims[0]
+        shape, strides = (tuple(sizes[i] for i in order) for sizes in (part.type.shape, part.type.strides))
+        result = Value(
+            self._unused(f"{node.name}_tile{tile}"),
+            replace(part.type, shape=shape, strides=strides),
+            part.storage,
+        )
+        self._view(result, node.op, (part, *(dims if node.op == SWAP else ())), node)
         return result
+
+    def _of_group(self, value: Value, group: int, count: int, tile: int, node: Node) -> Value:
+        """What the rows of a tile share of an operand that has one for each group of rows."""
+        place, found = self.bounds[tile][0] // group, value
+        leading = value.type.shape[:count]
+        for dim, size in enumerate(leading):
+            index = place // math.prod(leading[dim + 1 :]) % size
+            shape, strides = found.type.shape[1:], found.type.strides[1:]
+            if dim == count - 1:
+                shape, strides = (1, *shape), (found.type.strides[0], *strides)
+                op, arguments = "aten.slice.Tensor", (found, 0, index, index + 1)
+            else:
+                op, arguments = "aten.select.int", (found, 0, index)
+            type = replace(found.type, shape=shape, strides=strides)
+            found = Value(self._unused(f"{value.name}_tile{tile}"), type, value.storage)
+            self._view(found, op, arguments, node)
+        return found
 
     # ------------------------------------------------------------------ all tiles
 

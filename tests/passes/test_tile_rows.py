@@ -230,6 +230,64 @@ def test_wide_layers_are_tiled_with_the_head_once_they_are_wider_than_a_tile_of_
         assert max(wide) == most and sum(wide) == 64
 
 
+class Attention(nn.Module):
+    """Attention by products of matrices, with masks of many shapes."""
+
+    def __init__(self, mask: str, *, drop: float = 0.0) -> None:
+        super().__init__()
+        self.mask, self.drop = mask, drop
+        self.split, self.join = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        query, key, value = (
+            part.view(rows, length, 3, 8).transpose(1, 2) for part in self.split(x).chunk(3, -1)
+        )
+        scores = query @ key.transpose(-1, -2) / 8**0.5
+        if self.mask == "one":
+            scores = scores + added[:1, None]
+        elif self.mask == "each":
+            scores = scores + added[:, None]
+        elif self.mask == "last":
+            scores = scores + added[:, None, :1]
+        elif self.mask == "square":
+            scores = scores.masked_fill(added[0] > 1, -1e9)
+        weights = functional.dropout(scores.softmax(-1), self.drop)
+        return self.join((weights @ value).transpose(1, 2).reshape(x.shape)).square().mean()
+
+
+@pytest.mark.parametrize("mask", ["none", "one", "each", "last", "square"])
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_heads_of_attention_in_tiles_keep_all_bits(mask: str, tiles: int) -> None:
+    module = Attention(mask, drop=0.1)
+    args = torch.randn(4, 40, 24, requires_grad=True), torch.randn(4, 40, 40)
+    program = (
+        f"replay-draws,tile-rows{{tiles={tiles},exact=true}},cost{{profile=cpu}},plan-memory{{budget=100%}}"
+    )
+    request = Request.of_passes(parse_passes(program))
+    captured = Program(capture(module, args).graph)
+    (region,) = row_regions(PassManager(parse_passes("replay-draws")).run(captured).graph)
+    shared = mask in ("each", "last")
+    assert (region.rows, region.group, region.sums) == (12, 3 if shared else 12, [])
+    fitted: Any = optimize_module(copy.deepcopy(module), args, request).module
+    with torch.random.fork_rng():
+        expected, wanted = gradients(module, *args)
+    found, given = gradients(fitted, *args)
+    assert torch.equal(found, expected) and fitted.plan.reordered == ()
+    assert all(torch.equal(given[name], wanted[name]) for name in wanted)
+    assert measured_peak_bytes(fitted, args, fitted.plan.static_bytes) <= fitted.plan.peak_bytes
+
+
+def test_attention_fits_where_its_scores_do_not() -> None:
+    module, args = Attention("each"), (torch.randn(8, 512, 24), torch.randn(8, 512, 512))
+    fitted = irc.optimize(copy.deepcopy(module), args, "60%", costs="analytic")
+    assert fitted.plan.overhead < 0.05 and fitted.plan.reordered == ()
+    (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
+    assert torch.equal(found, expected) and all(torch.equal(given[name], wanted[name]) for name in wanted)
+    with pytest.raises(BudgetError, match="IRC204"):
+        irc.optimize(module, args, "60%", costs="a100")
+
+
 class Whole(nn.Module):
     """A head whose logits are needed as a whole, in one way or another."""
 
@@ -454,7 +512,7 @@ def test_the_last_stage_of_a_pipeline_is_tiled(frozen: bool, monkeypatch: pytest
     options: dict[str, Any] = {"stages": 2, "micro_batches": 2, "costs": "analytic", "time_limit": 20}
     costs = "a100" if frozen else "analytic"  # on a described machine no kernels are compared
     with pytest.raises(BudgetError) as refused:
-        irc.pipeline(module, args, 1 << 20, **{**options, "costs": costs})
+        irc.pipeline(module, args, 1 << 20, **dict[str, Any](options, costs=costs))
     budget = refused.value.minimum_bytes * 3 // 4
     planned = irc.pipeline(module, args, budget, **options, exact=True if frozen else "sums")
     assert {each.name for each in planned.plan.reordered} == (set() if frozen else {"head.weight"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,7 @@ from ..ir import (
     IrcError,
     OutputRole,
     Plan,
+    TimeLimitError,
     UsageError,
     reordered,
 )
@@ -316,6 +318,12 @@ def _whole_or_tiled(
         in_tiles = replace(in_tiles, original=None, kernels=costed_call(program, request))
         return planned_call(captured, in_tiles, request, reserved)
 
+    example = None if request.example is None else request.example.program
+    if example is not None and example.tiles:
+        with contextlib.suppress(BudgetError, TimeLimitError):
+            same = tiled(example.tiles)  # its schedule may be taken over
+            if same is not None:
+                return same
     return whole_or_tiled(
         tiles_of(program.graph, request),
         whole,

@@ -47,6 +47,10 @@ SUMS = "sums"
 """The value of `exact` that lets sums be taken in another order than the model's."""
 
 
+_MOST_RUN_BYTES = 1 << 30
+"""What the largest operation touches that runs to be compared, where none runs to be measured."""
+
+
 @dataclass(frozen=True)
 class Example:
     """The call that the first plan was made for, as plans of other calls need it.
@@ -276,12 +280,10 @@ class Request:
 
     def in_tiles(self, tiles: int) -> TileRows:
         """The pass that runs layers in tiles, where their numbers may be off as the request says."""
-        return TileRows(
-            tiles,
-            exact=self.exact is True,
-            compare=self.compares_kernels,
-            most_bytes=self.bounded_cost.most_bytes,
-        )
+        most_bytes = self.bounded_cost.most_bytes
+        if self.cost.measure is None:
+            most_bytes = min(most_bytes or _MOST_RUN_BYTES, _MOST_RUN_BYTES)
+        return TileRows(tiles, exact=self.exact is True, compare=self.compares_kernels, most_bytes=most_bytes)
 
     @property
     def choosing(self) -> tuple[Pass, ...]:

@@ -327,12 +327,12 @@ class Plan:
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             known["annotations"] = tuple(AnnotationEffect(**row) for row in known.get("annotations", ()))
             known["roundings"] = tuple(map(str, known.get("roundings", ())))
-            known["reordered"] = tuple(Reordered(**row) for row in known.get("reordered", ()))
+            known["reordered"] = tuple(map(Reordered.from_json, known.get("reordered", ())))
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
             for annotation in known["annotations"]:
                 Policy(annotation.policy)
             plan = Plan(**known)
-            for record in (plan, *plan.decisions, *plan.annotations, *plan.reordered, *plan.tiers):
+            for record in (plan, *plan.decisions, *plan.annotations, *plan.tiers):
                 _check_types(record)
             return plan
         except (KeyError, TypeError, ValueError) as error:
@@ -381,7 +381,7 @@ _SIGNED = ("overhead", "lower_bound_overhead")
 _MOST = 1 << 63
 
 
-def _check_types(record: Plan | Decision | AnnotationEffect | Reordered | TierUse) -> None:
+def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
     for field in fields(record):
         value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))

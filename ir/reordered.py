@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .graph import Gradients, Graph, InputRole, Node, OutputRole, Trait
 from .types import DType, Storage
@@ -28,6 +29,20 @@ class Reordered:
     name: str
     terms: int | None = None
     bound: float | None = None
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Reordered:
+        """Reads what `asdict` gives.
+
+        Raises:
+            ValueError: For a negative number, or one that is none.
+            LookupError: When something is missing.
+        """
+        name, terms, bound = row["name"], row["terms"], row["bound"]
+        is_known = isinstance(name, str) and isinstance(terms, int | None) and isinstance(bound, float | None)
+        if not is_known or terms is True or not 0 <= (terms or 0) < 1 << 63 or not 0 <= (bound or 0.0) < 1:
+            raise ValueError(f"a sum in another order is {row!r}")
+        return Reordered(name, terms, bound)
 
     def __str__(self) -> str:
         if self.terms is None:

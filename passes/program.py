@@ -30,6 +30,7 @@ class Program:
             released in backward, and no second forward is in flight.
         kernels: The program with costs of the kernels that eager runs, if this one has the time steps of LSTM
             layers in their place; plans are compared with it.
+        tiles: The number of tiles of its widest layer, if a pass made some; else 0.
         measured: Measurements of operations that rewrites have run, by `signature`.
     """
 
@@ -41,6 +42,7 @@ class Program:
     tiers: tuple[Tier, ...] = ()
     eager: EagerMemory | None = None
     kernels: Program | None = None
+    tiles: int = 0
     measured: Mapping[str, Measured] = field(default_factory=dict[str, "Measured"])
 
     @property

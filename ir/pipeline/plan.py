@@ -136,7 +136,7 @@ class PipelinePlan:
             cuts=tuple(map(int, data["cuts"])),
             costs=str(data["costs"]),
             planning_seconds=float(data["planning_seconds"]),
-            reordered=tuple(Reordered(**row) for row in data.get("reordered", ())),
+            reordered=tuple(Reordered.from_json(row) for row in data.get("reordered", ())),
         )
 
     def summary(self) -> str:

@@ -107,6 +107,7 @@ class TileRows:
                     program,
                     graph=replace(graph, nodes=tuple(nodes)),
                     original=program.original or graph,
+                    tiles=self.tiles,
                 )
             regions = [region for region in regions if not unlike.get(region)]
         return program

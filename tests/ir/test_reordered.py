@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from irc.ir import Reordered, VerificationError, parse_graph, reordered, verify_graph
@@ -93,3 +95,23 @@ def test_a_plan_says_which_numbers_may_be_off() -> None:
         "w, a sum of 1,024 terms in another order, by at most 0.00012 of their magnitudes' sum"
     )
     assert str(Reordered("b")) == "b, which is computed from sums in another order"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": 3},
+        {"terms": "many"},
+        {"terms": True},
+        {"terms": -1},
+        {"bound": 2.0},
+        {"bound": float("nan")},
+        {"bound": "small"},
+    ],
+)
+def test_what_is_no_sum_is_refused(changed: dict[str, Any]) -> None:
+    row = {"name": "w", "terms": 13, "bound": 1e-6}
+    assert Reordered.from_json(row) == Reordered("w", 13, 1e-6)
+    assert Reordered.from_json({"name": "w", "terms": None, "bound": None}) == Reordered("w")
+    with pytest.raises(ValueError, match="a sum in another order is"):
+        Reordered.from_json({**row, **changed})

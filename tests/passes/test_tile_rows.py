@@ -288,6 +288,15 @@ def test_attention_fits_where_its_scores_do_not() -> None:
         irc.optimize(module, args, "60%", costs="a100")
 
 
+def test_another_batch_takes_over_the_schedule_of_tiles() -> None:
+    module, args = Attention("one"), (torch.randn(8, 512, 24), torch.randn(8, 512, 512))
+    fitted: Any = irc.optimize(module, args, "60%", costs="analytic", dynamic="batch")
+    assert fitted(args[0][:6], args[1][:6]).requires_grad
+    smaller, _ = fitted.irc_plans
+    assert smaller.plan.overhead < 0.05
+    assert smaller.plan.strategy == f"{fitted.plan.strategy}, carried over"
+
+
 class Whole(nn.Module):
     """A head whose logits are needed as a whole, in one way or another."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -304,19 +305,29 @@ def _whole_or_tiled(
 ) -> Program:
     """The call with a plan: with rows in tiles where the request lets them be.
 
+    Once something fits, each further search takes what is left of the time limit, and at least a quarter.
+
     Raises:
         BudgetError: IRC204.
     """
+    started = time.thread_time()
+    tried: list[int] = []
+    fitting: list[Program] = []
 
-    def whole() -> Program:
-        return planned_call(captured, program, request, reserved)
+    def planned(program: Program) -> Program:
+        limit = request.plan.time_limit
+        left = max(limit - (time.thread_time() - started), limit / 4) if fitting else limit
+        within = replace(request, plan=replace(request.plan, time_limit=left))
+        tried.append(program.tiles)
+        fitting.append(planned_call(captured, program, within, reserved))
+        return fitting[-1]
 
     def tiled(tiles: int) -> Program | None:
         in_tiles = PassManager([request.in_tiles(tiles)], request.observers).run(program)
         if in_tiles is program:
             return None
         in_tiles = replace(in_tiles, original=None, kernels=costed_call(program, request))
-        return planned_call(captured, in_tiles, request, reserved)
+        return planned(in_tiles)
 
     example = None if request.example is None else request.example.program
     if example is not None and example.tiles:
@@ -324,13 +335,17 @@ def _whole_or_tiled(
             same = tiled(example.tiles)  # its schedule may be taken over
             if same is not None:
                 return same
-    return whole_or_tiled(
+    best = whole_or_tiled(
         tiles_of(program.graph, request),
-        whole,
+        lambda: planned(program),
         tiled,
         step_seconds=_step_seconds,
-        is_best=lambda planned: planned.plan is not None and planned.plan.overhead <= request.plan.gap,
+        is_best=lambda found: found.plan is not None and found.plan.overhead <= request.plan.gap,
     )
+    if len(tried) == 1:
+        return best
+    assert best.plan is not None
+    return replace(best, plan=replace(best.plan, seconds_to_plan=time.thread_time() - started))
 
 
 def _step_seconds(program: Program) -> float:

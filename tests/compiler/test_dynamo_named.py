@@ -14,7 +14,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 import irc
 from irc.compiler.dynamo import named
 
-
 # Dynamo looks at `.grad` of what a graph break hands on.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

@@ -48,7 +48,7 @@ SUMS = "sums"
 
 
 _MOST_RUN_BYTES = 1 << 30
-"""What the largest operation touches that runs to be compared, where none runs to be measured."""
+"""The most bytes of an operation that runs to be compared, where none runs to be measured."""
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,10 @@ def _outside_their_class(written: Written, first: Numbers) -> Iterator[str]:
         Trait.NONDETERMINISTIC in node.traits for node in written.schedule.graph.nodes
     )
     delivered = [d for d in written.deliveries if d.origin is not Origin.CONSTANT]
-    in_plan = {f"output {i}": f"output {delivery.index}" for i, delivery in enumerate(delivered)}
+    in_plan = {
+        f"output {i}": f"result {i}" if delivery.origin is Origin.INPUT else f"output {delivery.index}"
+        for i, delivery in enumerate(delivered)
+    }
     off = {in_plan.get(name, name): by for name, by in first.off.items()}
     changed = [name for name in off if name not in known]
     if changed and is_kept:

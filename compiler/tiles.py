@@ -71,7 +71,7 @@ def whole_or_tiled(
                 break  # others need most
             continue
         if plan is None:
-            break
+            continue
         if best is not None and step_seconds(plan) >= step_seconds(best):
             break  # fewer tiles are faster
         best = plan

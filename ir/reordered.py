@@ -121,7 +121,7 @@ def reordered(graph: Graph, micro_batches: int = 1) -> tuple[Reordered, ...]:
         micro_batches: The number of them, whose gradients are added up.
     """
     reached: dict[Storage, _Sum | None] = {}
-    """What may be off: sums of numbers that are not, and (None) what is computed from such sums."""
+    """The storages that may be off: sums of numbers that are not, or (None) computed from such sums."""
     found: dict[str, _Sum | None] = {}
     inputs = {e.value.storage: e for e in reversed(graph.inputs) if e.role is not InputRole.TANGENT}
     for node in graph.nodes:

@@ -93,7 +93,7 @@ def _listed(results: Any) -> list[Tensor]:
 
 
 def _part(tensor: Tensor, pair: RowsOf, value: Value, type: TensorType) -> Tensor:
-    """What an operation on some rows reads of a tensor, laid out as there."""
+    """The part of a tensor that an operation on some rows reads, laid out as there."""
     if value in pair.values.groups:
         group, count = pair.values.groups[value]
         return tensor.flatten(0, count - 1).narrow(0, pair.first // group, 1)

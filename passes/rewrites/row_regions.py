@@ -57,6 +57,11 @@ class RowRegion:
         groups = (group for its in self.nodes.values() for group, _ in its.groups.values())
         return min(groups, default=self.rows)
 
+    @property
+    def fewest_tiles(self) -> int:
+        """The fewest tiles that it may be in."""
+        return -(-self.rows // self.group)
+
     def half(self, region: Region) -> list[Node]:
         """The nodes of forward, or of backward."""
         return [node for node in self.nodes if node.region is region]

@@ -113,13 +113,13 @@ class TileRows:
         return program
 
     def _numbers(self, regions: Sequence[RowRegion]) -> dict[RowRegion, int]:
-        """The number of tiles of each region that is to have more than one."""
+        """The number of tiles of each region that is to have more than one, and can do with about as many."""
         widest_bytes = max((region.wide_bytes for region in regions), default=0)
         found = {
             region: min(-(-region.wide_bytes * self.tiles // widest_bytes), region.most_tiles)
             for region in regions
         }
-        return {region: number for region, number in found.items() if number > 1}
+        return {r: number for r, number in found.items() if number > 1 and r.fewest_tiles <= 2 * number}
 
     def _unlike(self, tiling: _Tiling) -> set[Node]:
         """The operations of tiles that may give other bits than the whole ones."""
@@ -309,7 +309,7 @@ class _Tiling:
             self.flat[value] = self._padded(value, rows.kept, node)
         elif value not in self.flat:
             shape = rows.of(value.type.shape, self.whole.rows)
-            type = TensorType.contiguous(shape, value.type.dtype, value.type.device)
+            type = _of(shape, value.type)
             self.flat[value] = Value(self._unused(f"{value.name}_rows"), type, value.storage)
             self._view(self.flat[value], "aten.view.default", (value, shape), node)
         return self.flat[value]
@@ -359,7 +359,7 @@ class _Tiling:
         return result
 
     def _of_group(self, value: Value, group: int, count: int, tile: int, node: Node) -> Value:
-        """What the rows of a tile share of an operand that has one for each group of rows."""
+        """The part of an operand with one for each group of rows that the rows of a tile share."""
         place, found = self.bounds[tile][0] // group, value
         leading = value.type.shape[:count]
         for dim, size in enumerate(leading):
@@ -383,7 +383,7 @@ class _Tiling:
         whole = value
         if rows.count > 1:
             shape = rows.of(value.type.shape, self.whole.rows)
-            type = TensorType.contiguous(shape, value.type.dtype, value.type.device)
+            type = _of(shape, value.type)
             whole = Value(self._unused(f"{value.name}_rows"), type, value.storage)
         self._joined(whole, value, rows.axis, node)
         if whole is not value:
@@ -406,7 +406,7 @@ class _Tiling:
         (rows,) = joined.type.shape
         scores = self._value(f"{name}_scores", (rows,), losses.type)
         self._operation(scores, "aten.neg.default", (joined,), node)
-        column = TensorType.contiguous((rows, 1), losses.type.dtype, losses.type.device)
+        column = _of((rows, 1), losses.type)
         columns = Value(self._unused(f"{name}_column"), column, scores.storage)
         self._view(columns, "aten.unsqueeze.default", (scores, 1), node)
         masked = replace(classes.type, dtype=DType.BOOL)
@@ -432,7 +432,7 @@ class _Tiling:
     # ------------------------------------------------------------------ nodes and values
 
     def _value(self, name: str, shape: tuple[int, ...], like: TensorType) -> Value:
-        type = TensorType.contiguous(shape, like.dtype, like.device)
+        type = _of(shape, like)
         unused = self._unused(name)
         return Value(unused, type, Storage(unused, allocation_bytes(type.nbytes, type.device), type.device))
 

@@ -278,6 +278,14 @@ def test_heads_of_attention_in_tiles_keep_all_bits(mask: str, tiles: int) -> Non
     assert measured_peak_bytes(fitted, args, fitted.plan.static_bytes) <= fitted.plan.peak_bytes
 
 
+@pytest.mark.parametrize(("tiles", "number"), [(4, 1), (8, 16), (16, 16), (32, 32), (48, 48)])
+def test_masks_of_many_images_do_not_make_many_more_tiles(tiles: int, number: int) -> None:
+    """A tile has heads of one image alone: with 16 of these, 4 tiles cannot be had, and nothing is tiled."""
+    args = torch.randn(16, 20, 24), torch.randn(16, 20, 20)
+    program = in_tiles(Attention("each"), args, tiles)
+    assert sum(node.op == "aten._softmax.default" for node in program.graph.nodes) == number
+
+
 def test_attention_fits_where_its_scores_do_not() -> None:
     module, args = Attention("each"), (torch.randn(8, 512, 24), torch.randn(8, 512, 512))
     fitted = irc.optimize(copy.deepcopy(module), args, "60%", costs="analytic")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ir import Node, TensorType, Value, allocation_bytes
 from ..costs.table import signature
-from .row_rules import RowValues
+from .row_rules import Rows, RowValues
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,27 @@ class RowsOf:
     part: Node
     first: int
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether each row lies as in the whole tensors, seen from the lines of a processor's cache.
+
+        Libraries of products add in another order where it does not.
+        """
+        offsets_bytes = (
+            self._rows_apart(value, its)
+            * value.type.strides[its.axis + its.count - 1]
+            * value.type.dtype.itemsize
+            for value, its in self.values.rows.items()
+        )
+        return not any(nbytes % _LINE_BYTES for nbytes in offsets_bytes)
+
+    def _rows_apart(self, value: Value, its: Rows) -> int:
+        """The rows between one's places; where a slice drops some, any number, which matters on a GPU."""
+        return 1 if its.kept is not None and value.type.device != "cpu" else self.first
+
+
+_LINE_BYTES = 64
+"""The alignment of what torch allocates on a CPU; other devices align to more."""
 
 _compared: dict[tuple[object, ...], bool] = {}
 """Whether both give the same bits, by what decides on their kernels."""

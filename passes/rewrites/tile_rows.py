@@ -126,7 +126,12 @@ class TileRows:
         pairs = [pair for pair in tiling.pairs if pair.whole.op not in COPIES]
         runs = self.compare and not any(v.type.device == "meta" for pair in pairs for v in pair.whole.values)
         same = compare_rows(pairs, most_bytes=self.most_bytes) if runs else {}
-        return {p.part for p in pairs if not same.get(p.part, not self.exact and is_pointwise(p.part.op))}
+        return {
+            pair.part
+            for pair in pairs
+            if not same.get(pair.part, not self.exact and is_pointwise(pair.part.op))
+            or not (is_pointwise(pair.part.op) or pair.is_aligned)
+        }
 
 
 def _marked(node: Node) -> Node:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.examples import examples
 from torch import Tensor, nn
@@ -468,6 +468,58 @@ def test_kernels_that_add_in_another_order_on_fewer_rows_are_told(monkeypatch: p
     }
     assert all(each.bound is None for each in reordered(program.graph))
     assert PassManager([TileRows(2, exact=True)]).run(Program(graph)).graph is graph
+
+
+class Odd(nn.Module):
+    """A step of attention, a wide layer and a head, whose rows need not begin where lines of a cache do."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.split, self.join = nn.Linear(width, 72, dtype=dtype), nn.Linear(24, width, dtype=dtype)
+        self.up, self.down = (
+            nn.Linear(width, 3 * width, dtype=dtype),
+            nn.Linear(3 * width, width, dtype=dtype),
+        )
+        self.head = nn.Linear(width, 4 * width + 1, dtype=dtype)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (3, 8)).transpose(1, 2) for part in self.split(x).chunk(3, -1)
+        )
+        weights = (query @ key.transpose(-1, -2)).softmax(-1)
+        x = x + self.join((weights @ value).transpose(1, 2).flatten(2))
+        x = x + self.down(functional.gelu(self.up(x)))
+        return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@given(
+    st.sampled_from([7, 16, 33, 40]),
+    st.sampled_from([5, 17, 32, 41]),
+    st.integers(1, 3),
+    st.integers(2, 9),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+@examples(25)
+@example(16, 41, 3, 2, True, False, torch.float32)
+@example(33, 41, 3, 9, True, True, torch.float32)
+@example(7, 5, 3, 3, False, False, torch.float32)
+def test_tiles_of_any_size_keep_the_bits_of_what_is_not_named(
+    width: int, length: int, batch: int, tiles: int, exact: bool, frozen: bool, dtype: torch.dtype
+) -> None:
+    """Products add in another order where rows begin elsewhere in a line of the cache."""
+    module = Odd(width, dtype).requires_grad_(not frozen)
+    module.split.requires_grad_(True)
+    args = torch.randn(batch, length, width, dtype=dtype), torch.randint(0, width, (batch, length))
+    tile = f"tile-rows{{tiles={tiles},exact={str(exact).lower()}}}"
+    request = Request.of_passes(parse_passes(f"{tile},cost{{profile=cpu}},plan-memory{{budget=100%}}"))
+    fitted: Any = optimize_module(copy.deepcopy(module), args, request).module
+    (expected, wanted), (found, given) = gradients(module, *args), gradients(fitted, *args)
+    named = {each.name for each in fitted.plan.reordered}
+    assert not (exact and named) and given.keys() == wanted.keys()
+    off = {name for name, tensor in wanted.items() if not torch.equal(given[name], tensor)}
+    assert off <= named and (torch.equal(found, expected) or "output 0" in named)
 
 
 def test_what_is_too_large_to_run_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

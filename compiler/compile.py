@@ -120,7 +120,8 @@ def compile_call(
     planned, read, program = _plan(module, args, kwargs, request, reserved)
     slots = None
     stepwise = program.kernels is not None and has_kernels(program.kernels.graph)
-    if varied is not None and (program.kernels is None or stepwise):  # tiles are not those of another call
+    is_as_captured = program.kernels is None or stepwise  # neither in tiles nor fused
+    if varied is not None and is_as_captured and request.compiler is None:
         slots = _number_slots(module, planned, program, request, varied, stepwise=stepwise)
     free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
     return emitted_call(module, planned, read, program, request, reserved, slots or {}, free)
@@ -143,7 +144,7 @@ def plan_captured(captured: Captured, request: Request) -> Program:
     Raises:
         IrcError: As `compile_call`.
     """
-    return _whole_or_tiled(captured, prepared_call(captured, request), request, NOTHING_RESERVED)
+    return _fused_or_not(captured, prepared_call(captured, request), request, NOTHING_RESERVED)
 
 
 def _plan(
@@ -158,7 +159,7 @@ def _plan(
     prepared = prepared_call(captured, request)
 
     def by_kernels() -> tuple[Captured, Names, Program]:
-        return captured, names, _whole_or_tiled(captured, prepared, request, reserved)
+        return captured, names, _fused_or_not(captured, prepared, request, reserved)
 
     def by_time_steps() -> tuple[Captured, Names, Program]:
         steps, names_of_steps = captured_call(module, args, kwargs, request, stepwise=True)
@@ -300,6 +301,28 @@ def costed_call(program: Program, request: Request, *, with_times: bool = True) 
         return PassManager([cost], request.observers).run(program)
 
 
+def _fused_or_not(
+    captured: Captured, program: Program, request: Request, reserved: ReservedMemory
+) -> Program:
+    """The call with a plan: of kernels, if the request names their compiler and such a plan fits.
+
+    Raises:
+        BudgetError: IRC204.
+    """
+    if request.compiler is not None:
+        with contextlib.suppress(BudgetError):
+            return _whole_or_tiled(captured, program, request, reserved)
+    return _whole_or_tiled(captured, program, replace(request, compiler=None), reserved)
+
+
+def _fused(program: Program, request: Request) -> Program:
+    """The program with kernels, if the request names their compiler; the same one otherwise."""
+    if request.fusing is None:
+        return program
+    with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+        return PassManager([request.fusing], request.observers).run(program)
+
+
 def _whole_or_tiled(
     captured: Captured, program: Program, request: Request, reserved: ReservedMemory
 ) -> Program:
@@ -319,7 +342,7 @@ def _whole_or_tiled(
         left = max(limit - (time.thread_time() - started), limit / 4) if fitting else limit
         within = replace(request, plan=replace(request.plan, time_limit=left))
         tried.append(program.tiles)
-        fitting.append(planned_call(captured, program, within, reserved))
+        fitting.append(planned_call(captured, _fused(program, within), within, reserved))
         return fitting[-1]
 
     def tiled(tiles: int) -> Program | None:

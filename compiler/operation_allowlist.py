@@ -8,7 +8,21 @@ from typing import Any
 import torch
 
 from ..backends.torch import check_names
-from ..ir import PAUSE, RECEIVE, SEND, Graph, InputRole, OutputRole, VerificationError, printable
+from ..ir import (
+    FUSED,
+    PAUSE,
+    RECEIVE,
+    SEND,
+    Graph,
+    InputRole,
+    Kernel,
+    Node,
+    OutputRole,
+    VerificationError,
+    printable,
+    steps_of,
+)
+from ..torch_support.fusible import is_fusible
 from ..torch_support.operations import OWN_FUNCTIONS
 
 __all__ = ["check_operations"]
@@ -64,6 +78,9 @@ def check_operations(graph: Graph) -> None:
     for node in graph.nodes:
         if node.releases is not None or node.op in (SEND, RECEIVE, PAUSE):
             continue
+        if node.op == FUSED:
+            _check_fused(node)
+            continue
         check_names(node)
         if node.op in OWN_FUNCTIONS and node.op.startswith("irc."):
             continue  # their arguments are tensors, numbers and the names of devices
@@ -74,6 +91,19 @@ def check_operations(graph: Graph) -> None:
             raise VerificationError(
                 "IRC132", f"{printable(node.op)} is not an operation that a folder may hold", at=node.at
             )
+
+
+def _check_fused(node: Node) -> None:
+    """Refuses a fused operation of others than those that a kernel is made of."""
+    try:
+        Kernel.of(node)
+        unknown = [step.op for step in steps_of(node)[0] if not is_fusible(step.op)]
+    except ValueError as error:
+        raise VerificationError("IRC132", f"{printable(node.name)}: {error}", at=node.at) from error
+    if unknown:
+        raise VerificationError(
+            "IRC132", f"{printable(unknown[0])} is not an operation that can be fused", at=node.at
+        )
 
 
 def _is_pure(operation: Any) -> bool:

@@ -75,6 +75,7 @@ def optimize(
     plans: int = 8,
     dynamic: Dynamic = None,
     exact: bool | str = True,
+    compiler: str | None = None,
     progress: bool | Callable[[Progress], None] = False,
     same_branches: bool | None = None,
     profile: bool | str | None = None,
@@ -151,6 +152,11 @@ def optimize(
             loss head (projection to classes, log-softmax, cross entropy), or a wide layer, may run in tiles
             of rows, so that only one tile's logits are there at a time. The losses of rows are summed as
             before; `.plan.reordered` names what may differ by rounding, with bounds of sums.
+        compiler: `"inductor"` fuses operations between products, convolutions and attention into kernels of
+            torch's Inductor, each compiled once for all equal layers, and plans these: peaks are those of
+            the kernels. Numbers are off by rounding as under `torch.compile`, random numbers are eager's.
+            Operations that are faster by themselves stay as they are. Compiling takes some seconds for each
+            distinct kernel, and is cached by torch.
         progress: True prints how the first plan is made to stderr; a function is called with each
             `irc.Progress`: the phase, and in a search the best overhead so far, its bound and the time left.
             The logger `irc.progress` has the same lines at INFO, and `irc` one for each later plan.
@@ -186,6 +192,7 @@ def optimize(
         plans=plans,
         dynamic=dynamic,
         exact=exact,
+        compiler=compiler,
     )
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):

@@ -14,6 +14,7 @@ from ..frontends.torch import Captured, Loss
 from ..ir import Graph, Signature, UsageError
 from ..passes import (
     Cost,
+    FuseOperations,
     HoldForwards,
     Observer,
     OfferTiers,
@@ -42,6 +43,9 @@ Dynamic = (
     str | Mapping[str, Mapping[int, tuple[int, int]]] | Mapping[int, Mapping[int, tuple[int, int]]] | None
 )
 """The sizes that vary: `"batch"`, `"sequence"`, or dimensions of arguments with their range."""
+
+INDUCTOR = "inductor"
+"""The compiler of kernels, torch's own."""
 
 SUMS = "sums"
 """The value of `exact` that lets sums be taken in another order than the model's."""
@@ -88,6 +92,7 @@ class Request:
         plans: How many plans are kept; 1 refuses other calls than the example.
         dynamic: As in `irc.optimize`.
         exact: As in `irc.optimize`.
+        compiler: As in `irc.optimize`.
         may_tile: Whether layers may be tiled; not if the user wrote the rewrites down.
         observers: Told of each pass of the first plan.
         example: The call of the first plan; None before there is one.
@@ -103,6 +108,7 @@ class Request:
     plans: int = 1
     dynamic: Dynamic | LengthAxis = None
     exact: bool | str = True
+    compiler: str | None = None
     may_tile: bool = True
     observers: Sequence[Observer] = ()
     example: Example | None = None
@@ -222,11 +228,39 @@ class Request:
                 f"exact is {self.exact!r}",
                 help=f'give exact="{SUMS}" to let sums be taken in another order, or leave it out',
             )
+        self._check_compiler()
         for step in self.passes():
             check = getattr(step, "check", None)
             if check is not None:
                 check()
         self.plan.check_tiers(has_tiers=self.tiers is not None)
+
+    def _check_compiler(self) -> None:
+        """Refuses a compiler that is not known, and what its plans have not.
+
+        Raises:
+            UsageError: IRC406.
+        """
+        if self.compiler is None:
+            return
+        if self.compiler != INDUCTOR:
+            raise UsageError(
+                "IRC406",
+                f"there is no compiler {self.compiler!r}",
+                help=f'give compiler="{INDUCTOR}", or leave it out',
+            )
+        if self.cost.measure is None:
+            raise UsageError(
+                "IRC406",
+                "kernels of a compiler have no costs on a described machine",
+                help='give costs="measured" or "thorough", or leave compiler out',
+            )
+        if self.dynamic not in (None, "batch"):
+            raise UsageError(
+                "IRC406",
+                f"dynamic={self.dynamic!r} and compiler={self.compiler!r} exclude each other",
+                help="leave one of them out: a kernel is compiled for the shapes of one call",
+            )
 
     def _check_lengths(self, axis: LengthAxis) -> None:
         """Refuses what plans for a range of lengths have not.
@@ -259,7 +293,8 @@ class Request:
     @property
     def costing(self) -> tuple[Pass, ...]:
         """The part of the pipeline that ends with the costs of a graph."""
-        return (*self.preparing, self.cost)
+        fusing = () if self.fusing is None else (self.fusing,)
+        return (*self.preparing, *fusing, self.cost)
 
     @property
     def bounded_cost(self) -> Cost:
@@ -284,6 +319,15 @@ class Request:
         if self.cost.measure is None:
             most_bytes = min(most_bytes or _MOST_RUN_BYTES, _MOST_RUN_BYTES)
         return TileRows(tiles, exact=self.exact is True, compare=self.compares_kernels, most_bytes=most_bytes)
+
+    @property
+    def fusing(self) -> FuseOperations | None:
+        """The pass that fuses operations for the compiler; None if there is none."""
+        return (
+            None
+            if self.compiler is None
+            else FuseOperations(overwrite=self.tiers is None, cost=self.bounded_cost)
+        )
 
     @property
     def choosing(self) -> tuple[Pass, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .fused import overwritten
 from .graph import Node
 from .live_forwards import Others, loss_waiting_bytes, others_after, others_before
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
@@ -48,7 +49,7 @@ def liveness(
     Args:
         schedule: Need not be valid: a storage that is freed twice is counted as freed once.
         workspace_bytes: The bytes that each node takes from the allocator while it runs, beyond the storages
-            of its results; a missing node takes nothing.
+            of its results and less those that it overwrites; a missing node takes nothing.
         with_gradients: Whether `.grad` is there already, and the gradients that are delivered are added to
             it. Else a step starts without gradients, or with those that `reserved_bytes` counts.
         without_unused: Whether the caller drops the outputs that the loss does not use before backward.
@@ -108,6 +109,10 @@ def _one_call(
             if storage not in resident:
                 resident[storage] = storage.nbytes
                 alive += storage.nbytes
+        if isinstance(instruction, Compute):
+            for value in overwritten(instruction.node):  # its memory is a result's now
+                alive -= resident.get(value.storage, 0)
+                resident[value.storage] = 0
         if isinstance(instruction, Loss):
             alive += graph.loss_held_bytes
         if isinstance(instruction, Free):

@@ -14,6 +14,7 @@ from .program import Program
 from .remat.planner import Planner, recomputation_problem
 from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
+from .rewrites.fuse_operations import FuseOperations
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointProblem",
     "Cost",
     "Costs",
+    "FuseOperations",
     "HoldForwards",
     "Machine",
     "Observer",

@@ -16,6 +16,7 @@ from .offload.offer_tiers import OfferTiers
 from .plan_memory import PlanMemory
 from .program import Program
 from .progress import Progress, report
+from .rewrites.fuse_operations import FuseOperations
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
@@ -54,6 +55,7 @@ _PASSES: dict[str, type[Any]] = {
         ReplayDraws,
         SplitConvolutions,
         TileRows,
+        FuseOperations,
         HoldForwards,
         Cost,
         OfferTiers,

@@ -24,6 +24,7 @@ class Progress:
             one was found.
         bound: The proved bound of it.
         seconds_left: Seconds of the processor until the time limit of a search.
+        kernel: The number of the kernel that is compiled, and how many there are.
     """
 
     phase: str
@@ -31,6 +32,7 @@ class Progress:
     overhead: float | None = None
     bound: float | None = None
     seconds_left: float | None = None
+    kernel: tuple[int, int] | None = None
 
     @property
     def gap(self) -> float | None:
@@ -47,6 +49,8 @@ class Progress:
             parts.append(f"gap {self.gap:.2%}")
         if self.seconds_left is not None:
             parts.append(f"{self.seconds_left:.0f} s left")
+        if self.kernel is not None:
+            parts.append("kernel {} of {}".format(*self.kernel))
         return f"{self.phase}: {', '.join(parts)}" if parts else self.phase
 
 

@@ -13,6 +13,7 @@ from ..ir import UsageError
 from .options import (
     EXITS,
     Commands,
+    add_compiler,
     add_exact,
     add_gap,
     add_model,
@@ -68,6 +69,7 @@ def add(commands: Commands) -> None:
         help="plan for N forwards before their backwards (1)",
     )
     add_exact(optimize)
+    add_compiler(optimize)
     optimize.add_argument(
         "--passes", metavar="TEXT", help="the pipeline as text, instead of the options above"
     )
@@ -151,6 +153,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
         optimizer=optimizer_of(options),
         forwards_in_flight=options.forwards_in_flight,
         exact=exact_of(options),
+        compiler=options.compiler,
         loss=training_loss,
         observers=[progress],
     )
@@ -177,6 +180,7 @@ def _refuse_beside_passes(options: argparse.Namespace) -> None:
         ),
         ("--optimizer", options.optimizer is not None, "leave --passes out, and give --budget and --swap"),
         ("--exact", options.exact is not None, "write tile-rows{tiles=...} before cost{...}"),
+        ("--compiler", options.compiler is not None, "write fuse-operations before cost{...}"),
         ("--costs MACHINE", machine is not None, f"write cost{{profile={machine}}}"),
     )
     for flag, is_given, help in others:

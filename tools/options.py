@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXITS",
     "Commands",
+    "add_compiler",
     "add_costs",
     "add_exact",
     "add_model",
@@ -218,6 +219,15 @@ def add_exact(command: argparse.ArgumentParser) -> None:
         "--exact",
         choices=("bits", "sums"),
         help="whether numbers are the model's to the bit, or sums may be taken in another order (bits)",
+    )
+
+
+def add_compiler(command: argparse.ArgumentParser) -> None:
+    """Adds --compiler."""
+    command.add_argument(
+        "--compiler",
+        choices=("inductor",),
+        help="fuse operations into kernels of this compiler; numbers are off by rounding (no compiler)",
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...ir import (
+    FUSED,
     PAUSE,
     RECEIVE,
     SEND,
@@ -30,6 +31,7 @@ from ...ir import (
     Graph,
     InputRole,
     Instruction,
+    Kernel,
     Loss,
     Node,
     Offload,
@@ -43,11 +45,12 @@ from ...ir import (
     VerificationError,
     Wait,
     printable,
+    zero_without,
 )
 from ...ir.lengths import Polynomial
 from ...torch_support.draws import draw_again, draw_first
+from ...torch_support.kernels import kernel
 from ...torch_support.operations import OWN_FUNCTIONS, function_name
-from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
 __all__ = ["LengthForms", "NumberSlots", "check_names", "emit_source", "is_partial", "saved_values"]
@@ -238,6 +241,8 @@ class _Emitter:
         """The value that each sum which grows in place was before."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}
+        """The variable of each kernel, by its text."""
         self.generators: dict[str, str] = {}
         """The variable of each generator of the user's, by its name in the graph."""
         self.replayed = _repeated_nodes(schedule)
@@ -264,6 +269,7 @@ class _Emitter:
                 *sorted(_import(function) for function in self.own),
                 "",
                 *(f"{name} = {function_name(op)}" for op, name in self.operations.items()),
+                *(f"{name} = kernel({_literal(text)})" for text, name in self.kernels.items()),
                 "",
                 *self._input_table(),
                 *self._copy_table(),
@@ -480,6 +486,21 @@ class _Emitter:
             self.operations[op] = self._unique(_plain(op.removesuffix(".default")))
         return self.operations[op]
 
+    def _kernel(self, node: Node) -> str:
+        """Returns the name of a kernel.
+
+        Raises:
+            VerificationError: IRC132 if the node does not hold operations that one kernel can compute.
+        """
+        try:
+            text = Kernel.of(node).text
+        except ValueError as error:
+            raise VerificationError("IRC132", f"{printable(node.name)}: {error}", at=node.at) from error
+        if text not in self.kernels:
+            self.own.add(kernel)
+            self.kernels[text] = self._unique("fused")
+        return self.kernels[text]
+
     def _unique(self, plain: str) -> str:
         """Returns a name that nothing else in the source has."""
         name, count = plain, 1
@@ -547,6 +568,9 @@ class _Emitter:
                 return f"exchange.receive({self._argument(key)})"
             case op, _ if op == PAUSE:
                 return "yield"
+            case op, _ if op == FUSED:
+                operands = ", ".join(map(self._argument, node.operands))
+                return f"{self._kernel(node)}([{operands}])"
             case _:
                 check_names(node)
         numbers = {place: self.numbers[index] for place, index in self.slots.get(node.name, {}).items()}
@@ -677,7 +701,7 @@ _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
         *("forward", "backward", "torch", "float", "complex", "length", "_"),
-        *(function.__name__ for function in (draw_first, draw_again)),
+        *(function.__name__ for function in (draw_first, draw_again, kernel)),
         *(function.__name__ for function in OWN_FUNCTIONS.values()),
     )
 )

@@ -33,9 +33,10 @@ from ...ir import (
     Trait,
     UnsupportedError,
     Value,
+    output_dependencies,
+    overwritten,
 )
-from .emit import LengthForms, NumberSlots, emit_source, is_partial
-from .gradient_dependencies import output_dependencies
+from .emit import LengthForms, NumberSlots, emit_source, is_partial, saved_values
 from .offload.table import CopyTable, copy_table
 
 __all__ = ["Program", "Released", "compile_program"]
@@ -82,6 +83,7 @@ class Program:
         generators: The generators of the user's that it draws from, by their names in the graph. They follow
             the static inputs; the numbers of a call that it computes with follow them, then its length.
         source: The emitted source.
+        overwritten: The indices of the saved values that backward overwrites.
         forwards_in_flight: The number of live forwards that the plan counted.
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
         pauses: Whether backward is a generator that yields once.
@@ -102,6 +104,7 @@ class Program:
     backward: Callable[..., Any]
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
+    overwritten: frozenset[int] = frozenset()
     forwards_in_flight: int = 1
     is_partial: bool = False
     parts: frozenset[frozenset[int]] = frozenset()
@@ -171,6 +174,7 @@ def compile_program(
         backward=backward,
         constants=constants,
         source=source,
+        overwritten=_overwritten(schedule),
         forwards_in_flight=graph.forwards_in_flight,
         is_partial=is_partial(graph),
         parts=frozenset(_parts(graph, dependencies)),
@@ -273,6 +277,13 @@ def _written(graph: Graph) -> set[Storage]:
     """Returns the static storages that operations write in place."""
     writes = (node for node in graph.nodes if Trait.EFFECT in node.traits and node.releases is None)
     return {node.operands[0].storage for node in writes} & graph.static_storages
+
+
+def _overwritten(schedule: Schedule) -> frozenset[int]:
+    """Returns the indices of the saved values whose memory results of backward take."""
+    taken = {value.storage for node in schedule.graph.operations for value in overwritten(node)}
+    saved = saved_values(schedule)
+    return frozenset(index for index, value in enumerate(saved) if value.storage in taken)
 
 
 def _read_by_backward(schedule: Schedule) -> tuple[set[Storage], set[Storage]]:

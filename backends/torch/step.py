@@ -173,7 +173,8 @@ def _take_saved(ctx: Any, program: Program) -> tuple[list[Any], Session | None]:
     if _keeps_graph():
         if live_forwards is not None:
             live_forwards.retain(program)
-        return list(saved), copies.retained() if copies is not None else None
+        again = [each.clone() if k in program.overwritten else each for k, each in enumerate(saved)]
+        return again, copies.retained() if copies is not None else None
     if live_forwards is not None:
         live_forwards.leave(ctx)
     ctx.saved = ctx.inputs = ctx.copies = None

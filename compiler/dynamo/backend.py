@@ -54,6 +54,7 @@ def backend(
     costs: str = MEASURED,
     outside: int | str | None = None,
     model: nn.Module | None = None,
+    compiler: str | None = None,
     profile: bool | str | None = None,
 ) -> Backend:
     """A backend for `torch.compile` that keeps each training step within `budget` bytes on the device.
@@ -86,6 +87,7 @@ def backend(
             gradient of a parameter that no graph of the step has read.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
             that the compiled function can see do, which is all of them if the model itself is compiled.
+        compiler: As in `irc.optimize`; a graph that fits only without kernels is refused.
         profile: The old name of `costs`, until the next version.
 
     Raises:
@@ -99,7 +101,7 @@ def backend(
     budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), and for what was
     computed outside of graphs (IRC542).
     """
-    return Backend(budget, time_limit, gap, renamed_costs(costs, profile), outside, model)
+    return Backend(budget, time_limit, gap, renamed_costs(costs, profile), outside, model, compiler)
 
 
 class Backend:
@@ -112,6 +114,7 @@ class Backend:
         costs: As there.
         outside: As there.
         model: As there.
+        compiler: As there.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Backend:
         costs: str,
         outside: int | str | None,
         model: nn.Module | None,
+        compiler: str | None,
     ) -> None:
         for amount in filter(None, (budget, outside)):
             if isinstance(amount, str) and amount.strip().endswith("%"):
@@ -131,7 +135,7 @@ class Backend:
                     help="give bytes, such as 4GiB; baseline_bytes of this backend tells after a step what "
                     "it takes without a plan",
                 )
-        self._request = Request.of(budget, time_limit=time_limit, gap=gap, costs=costs)
+        self._request = Request.of(budget, time_limit=time_limit, gap=gap, costs=costs, compiler=compiler)
         meter = OutsideMeter() if outside == MEASURED else None
         outside_bytes = None if outside is None or meter else parse_budget(outside) if outside else 0
         self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, gap, meter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..fused import FUSED, Kernel, overwritten
 from ..graph import (
     GENERATOR_STATE,
     PAUSE,
@@ -39,7 +40,8 @@ def verify_graph(graph: Graph) -> None:
             wrongly, or the reserved bytes are not those of what is released; IRC134 a parameter is read after
             its gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
             pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
-            begins from; IRC144 a sum that grows by parts is not marked as one in another order; IRC550 an
+            begins from; IRC144 a sum that grows by parts is not marked as one in another order; IRC145 a
+            fused node does not hold operations, or overwrites what is not its own; IRC550 an
             annotation is out of place; IRC566 the number of forwards in flight is less than one, or does not
             fit the graph.
     """
@@ -103,6 +105,8 @@ class _GraphCheck:
                 self.write(value, node)
             self.aliases(node)
             self.draw(node)
+            if node.op == FUSED:
+                self.fused(node)
             if node.region is Region.BACKWARD:
                 self.backward.update({value.storage for value in node.values} - self.allocated)
             self.allocated.update(value.storage for value in node.values)
@@ -170,6 +174,21 @@ class _GraphCheck:
             if not node.is_view and value.storage in self.allocated:
                 message = f"{node.name} is not a view but returns {value} in storage {value.storage.name}"
                 fail("IRC116", f"{message}, which exists already", node)
+
+    def fused(self, node: Node) -> None:
+        """Checks that a fused node holds operations, and that what it overwrites is made for it."""
+        try:
+            Kernel.of(node)
+            taken = overwritten(node)
+        except ValueError as error:
+            fail("IRC145", f"fused node {node.name}: {error}", node)
+        kept = self.graph.static_storages | self.graph.tangent_storages | self.graph.output_storages
+        for value, index in taken.items():
+            storage, made = value.storage, node.values[index].storage
+            if node.region is not Region.BACKWARD or storage in kept:
+                fail("IRC145", f"fused node {node.name} overwrites {value}, which is not backward's", node)
+            if storage.nbytes != made.nbytes or [v.storage for v in node.operands].count(storage) > 1:
+                fail("IRC145", f"fused node {node.name} overwrites {value}, which it reads otherwise", node)
 
     def draw(self, node: Node) -> None:
         """Checks that a draw which may run again reads the state of the generator that it begins from."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from ..annotation import Policy
+from ..fused import overwritten
 from ..graph import RUN_ONCE, Gradients, Node, Output, OutputRole, Region
 from ..liveness import Timeline, liveness
 from ..schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
@@ -104,6 +105,8 @@ class _ScheduleCheck:
         self.ran: set[Node] = set()
         self.applied: dict[Storage, Node] = {}
         """The parameters that an optimizer has updated, each with the node that did."""
+        self.gone: dict[Storage, Node] = {}
+        """Storages, not freed yet, whose memory a result has taken, each with the node that makes it."""
         self.in_order_done = 0
         self.copying: set[Storage] = set()
         """Storages that are being copied, in either direction."""
@@ -171,6 +174,9 @@ class _ScheduleCheck:
                 self.fail("IRC122", f"{node.name} retains {show(storage)}, which is resident already", node)
             self.resident.add(storage)
             self.alive_bytes += storage.nbytes
+        for value in overwritten(node):
+            self.gone[value.storage] = node
+            self.alive_bytes -= value.storage.nbytes
         self.ran.add(node)
         if node.releases is Gradients.APPLIED:
             self.applied[node.operands[0].storage] = node
@@ -186,6 +192,10 @@ class _ScheduleCheck:
         for value in node.operands:
             if value.storage not in self.resident:
                 message = f"{node.name} reads {value} in {show(value.storage)}, which is not resident"
+                self.fail("IRC120", message, node)
+            if value.storage in self.gone:
+                by = self.gone[value.storage].name
+                message = f"{node.name} reads {value} in {show(value.storage)}, which {by} has overwritten"
                 self.fail("IRC120", message, node)
             if value.storage in self.fetching:
                 message = f"{node.name} reads {value} in {show(value.storage)} before its copy has arrived"
@@ -239,14 +249,15 @@ class _ScheduleCheck:
             self.fail("IRC121", message, producer)
         self.during_bytes.append(self.alive_bytes)
         self.resident.remove(storage)
-        self.alive_bytes -= storage.nbytes
+        if self.gone.pop(storage, None) is None:
+            self.alive_bytes -= storage.nbytes
 
     def offload(self, storage: Storage, tier: str) -> None:
         self.during_bytes.append(self.alive_bytes)
         producer = self.facts.producer.get(storage)
         if storage in self.facts.offloaded:
             return self.offload_parameter(storage, tier)
-        if storage not in self.resident or storage not in self.graph.copyable_storages:
+        if storage not in self.resident - self.gone.keys() or storage not in self.graph.copyable_storages:
             message = f"{show(storage)} cannot be copied to {tier}: {self.why_fixed(storage)}"
             self.fail("IRC135", message, producer)
         if storage in self.copying or storage in self.stored:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from ...ir import (
+    FUSED,
     Argument,
     Gradients,
     Graph,
     IrcError,
+    Kernel,
     Node,
     Region,
     Symbol,
@@ -32,7 +34,9 @@ from ...ir import (
     UsageError,
     Value,
     allocation_bytes,
+    overwritten,
 )
+from ...torch_support.kernels import kernel_of
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
 from .machines import machine_named
@@ -60,7 +64,8 @@ class Measured:
 
     Args:
         seconds: The best time of its runs; None if none of them was timed.
-        workspace_bytes: The allocator's bytes at the operation's own peak, beyond its results.
+        workspace_bytes: The allocator's bytes at the operation's own peak, beyond its results; below zero if
+            these take the memory of operands.
         runs: The number of runs that were timed.
     """
 
@@ -368,8 +373,11 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     """Returns an operation, ready to run on tensors for its operands: on made-up ones if none are given."""
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
-    operation = function_of(op)
     made = given or [made_up(value.type) for value in node.operands]
+    if op == FUSED:
+        compiled = kernel_of(Kernel.of(node))
+        return lambda: compiled([*made])
+    operation = function_of(op)
     tensors = dict(zip(node.operands, made, strict=True))
     arguments = [_materialize(argument, tensors) for argument in node.arguments]
     keywords = {key: _materialize(argument, tensors) for key, argument in node.own_keywords}
@@ -499,9 +507,10 @@ def first_runs(nodes: Sequence[Node], look: Callable[[Node, Any], None] | None =
         mine = [node for node in nodes if _device_of_node(node) == device]
         if not device.startswith("cuda"):
             levels |= _levels_of(mine, _timing_runs(mine, seconds, look), device)
-            mine = [node for node in mine if levels[node].left_bytes != _result_bytes(node)]
+            mine = [node for node in mine if _leaves_more(node, levels[node])]
         levels |= _levels_of(mine, map(_warm_runner, mine), device)
-    workspaces = {node: max(levels[node].peak_bytes - _result_bytes(node), 0) for node in nodes}
+    workspaces = {node: levels[node].peak_bytes - _result_bytes(node) for node in nodes}
+    workspaces = {n: max(nbytes, -_overwritten_bytes(n)) for n, nbytes in workspaces.items()}
     return [Measured(seconds.get(node), workspaces[node], int(node in seconds)) for node in nodes]
 
 
@@ -545,6 +554,15 @@ def _warm_runner(node: Node) -> Callable[[], Any]:
         run = runner(node)
         _check_sizes(node, run())  # kernels are chosen on the first run with this number of threads
     return run
+
+
+def _leaves_more(node: Node, level: Level) -> bool:
+    """Whether an operation leaves other bytes behind than its results."""
+    return level.left_bytes != _result_bytes(node) - _overwritten_bytes(node)
+
+
+def _overwritten_bytes(node: Node) -> int:
+    return sum(value.storage.nbytes for value in overwritten(node))
 
 
 def _result_bytes(node: Node) -> int:

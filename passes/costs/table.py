@@ -21,7 +21,8 @@ class Costs:
 
     Args:
         seconds: The time of one run.
-        workspace_bytes: The bytes that the allocator hands out while the operation runs, beyond its results.
+        workspace_bytes: The bytes that the allocator hands out while the operation runs, beyond its results
+            and less the operands that these overwrite.
         source: The origin, `analytic:<machine>` or `profile:<device>`.
         has_times: Whether the seconds are of that origin. If not, they stand in for times that do not matter,
             because nothing will be computed twice.

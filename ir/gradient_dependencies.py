@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...ir import Argument, Graph, InputRole, Node, Value, values_in
+from .graph import Argument, Graph, InputRole, Node, values_in
+from .types import Value
 
 __all__ = ["output_dependencies", "zero_without"]
 

@@ -1,0 +1,79 @@
+"""Lets kernels of backward write their results over what they read last."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...ir import FUSED, Graph, Node, Region, Storage, Value, with_overwritten
+from .fusion_groups import dependencies
+
+__all__ = ["with_overwrites"]
+
+
+def with_overwrites(graph: Graph) -> Graph:
+    """Returns a graph whose kernels of backward reuse the memory of operands that nothing needs any more.
+
+    That is so in whatever order a schedule runs: all that reads such an operand, or what forward could make
+    of it again, has to come before the kernel.
+    """
+    fused = [node for node in graph.operations if node.op == FUSED and node.region is Region.BACKWARD]
+    if not fused:
+        return graph
+    last = _Last(graph)
+    changed: dict[Node, Node] = {}
+    for node in fused:
+        pairs: dict[Value, int] = {}
+        free = [value for value in node.operands if last.is_at(value, node)]
+        for index, made in sorted(enumerate(node.values), key=lambda each: -each[1].type.nbytes):
+            operand = next((value for value in free if value.type == made.type and value not in pairs), None)
+            if operand is not None and made.type.nbytes == made.storage.nbytes:
+                pairs[operand] = index
+        if pairs:
+            changed[node] = with_overwritten(node, pairs)
+    return replace(graph, nodes=tuple(changed.get(node, node) for node in graph.nodes)) if changed else graph
+
+
+class _Last:
+    """Tells which operations are the last to need a storage.
+
+    Args:
+        graph: The graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.fixed = graph.static_storages | graph.tangent_storages | graph.output_storages
+        self.bits = {node: 1 << index for index, node in enumerate(graph.operations)}
+        self.before: dict[Node, int] = {}
+        for node, waits in dependencies(graph).items():
+            self.before[node] = self.bits[node]
+            for each in waits:
+                self.before[node] |= self.before[each]
+        self.readers: dict[Storage, list[Node]] = defaultdict(list)
+        for node in graph.operations:
+            for storage in graph.reads(node):
+                self.readers[storage].append(node)
+
+    def is_at(self, value: Value, node: Node) -> bool:
+        """Whether nothing needs the memory of an operand of a node once the node has run."""
+        storage, type = value.storage, value.type
+        if storage in self.fixed or storage not in self.graph.producers or not type.is_dense:
+            return False
+        if type.nbytes != storage.nbytes or [v.storage for v in node.operands].count(storage) > 1:
+            return False
+        return all(self.before[node] & self.bits[reader] for reader in self._in_backward(storage))
+
+    def _in_backward(self, storage: Storage) -> Iterator[Node]:
+        """The operations of backward that read a storage, or what forward can make of it again."""
+        seen = {storage}
+        waiting = [storage]
+        while waiting:
+            for reader in self.readers[waiting.pop()]:
+                if reader.region is Region.BACKWARD:
+                    yield reader
+                elif reader.is_recomputable:
+                    made = set(self.graph.allocates(reader)) - seen
+                    seen |= made
+                    waiting += made

@@ -1,0 +1,213 @@
+"""Kernels of fused operations, which torch's Inductor compiles; equal computations share one."""
+
+# The compiler of a traced graph has no public name.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir import RESULT, Argument, Kernel, Symbol, TensorType, first_line
+from ..ir.errors import UnsupportedError
+from .decompositions import traced
+from .draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
+from .fusible import is_fusible
+from .operations import function_of
+
+__all__ = ["Body", "Compiled", "compile_kernels", "compiled", "kernel", "kernel_of"]
+
+Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
+"""A kernel: it is given a list of its operands, which it empties, and returns its results."""
+
+_SETTINGS: dict[str, Any] = {
+    "cpp.dynamic_threads": True,  # the number of threads is that of the run, and not that of the compilation
+    "max_autotune": False,
+    "triton.cudagraphs": False,
+    "size_asserts": False,  # a program gives each kernel what it was made for
+}
+
+_known: dict[str, Compiled] = {}
+_lock = threading.Lock()
+
+
+def kernel(text: str) -> Compiled:
+    """Returns the kernel of a computation, compiled if no equal one was.
+
+    Args:
+        text: Of `Kernel.text`. It may come from a file: operations other than fusible ones are refused.
+
+    Raises:
+        UnsupportedError: IRC470 if the text is no computation of fusible operations, or does not compile.
+    """
+    found = _known.get(text)
+    if found is None:
+        with _lock:
+            found = _known.get(text)
+            if found is None:
+                found = _known[text] = compiled(_read(text))
+    return found
+
+
+def compile_kernels(computations: Iterable[Kernel], begun: Callable[[int, int], None] | None = None) -> None:
+    """Compiles the kernels of computations, as `kernel` does: the C++ of all of them at the same time.
+
+    Args:
+        computations: The computations; equal ones have one kernel.
+        begun: Told of each kernel that has to be compiled: its number, and how many there are.
+    """
+    texts = dict.fromkeys(computation.text for computation in computations)
+    missing = [text for text in texts if text not in _known]
+    try:
+        with _waiting_for_all():
+            for number, text in enumerate(missing, start=1):
+                if begun is not None:
+                    begun(number, len(missing))
+                kernel(text)
+    except BaseException:
+        for text in missing:
+            _known.pop(text, None)  # its C++ may not be there
+        raise
+
+
+@contextlib.contextmanager
+def _waiting_for_all() -> Generator[None]:
+    """Lets the compilers that Inductor starts in this thread run on until the end.
+
+    Raises:
+        UnsupportedError: IRC470 if one of them fails.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait, thread = AsyncCompile.wait, threading.get_ident()
+    waited_for: list[tuple[Any, Any]] = []
+
+    def later(self: Any, scope: Any) -> None:
+        if threading.get_ident() == thread:
+            waited_for.append((self, scope))
+        else:
+            wait(self, scope)
+
+    AsyncCompile.wait = later
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait
+    for compiler, scope in waited_for:
+        try:
+            wait(compiler, scope)
+        except Exception as error:
+            raise _not_compiled("a kernel", error) from error
+
+
+def kernel_of(computation: Kernel) -> Compiled:
+    """Returns the kernel of a computation, as `kernel` does."""
+    return kernel(computation.text)
+
+
+def _read(text: str) -> Kernel:
+    try:
+        computation = Kernel.parse(text)
+        for step in computation.steps:
+            if not is_fusible(step.op):
+                raise ValueError(f"{step.op} cannot be fused")
+        return computation
+    except (ValueError, LookupError, TypeError) as error:
+        raise UnsupportedError("IRC470", f"a fused operation cannot be read: {first_line(error)}") from error
+
+
+def compiled(computation: Kernel) -> Compiled:
+    """Compiles the kernel of a computation; it may run once its C++ is there, as of `compile_kernels`."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._subclasses import FakeTensorMode
+
+    body = Body(computation)
+    try:
+        with torch.no_grad(), torch._C._DisableAutocast(), config.patch(_SETTINGS):
+            with FakeTensorMode():
+                operands = [_empty(type) for type in computation.operands]
+                graph = traced(body, operands)
+            output = next(iter(graph.graph.find_nodes(op="output")))
+            output.meta["user_visible_output_idxs"] = list(range(len(computation.returns)))
+            made: Any = compile_fx_inner(graph, operands)
+    except Exception as error:
+        raise _not_compiled(", ".join(step.op for step in computation.steps[:4]), error) from error
+    return getattr(made, "current_callable", None) or made
+
+
+def _not_compiled(what: str, error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC470",
+        f"torch's Inductor does not compile {what}: {first_line(error)}",
+        help="leave compiler= out, or see that a C++ compiler is installed (g++)",
+    )
+
+
+def _empty(type: TensorType) -> Tensor:
+    dtype = getattr(torch, type.dtype.value)
+    return torch.empty_strided(type.shape, type.strides, dtype=dtype, device=type.device)
+
+
+class Body:
+    """A computation as a function of tensors."""
+
+    def __init__(self, computation: Kernel) -> None:
+        self.computation = computation
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Runs the operations one by one."""
+        results: list[Any] = []
+        for step in self.computation.steps:
+            function = _FUNCTIONS.get(step.op) or function_of(step.op)
+            arguments = [_given(argument, operands, results) for argument in step.arguments]
+            keywords = {key: _given(value, operands, results) for key, value in step.keywords}
+            results.append(function(*arguments, **keywords))
+        returned = zip(self.computation.returns, self.computation.results, strict=True)
+        made = [_in_layout(_given(symbol, operands, results), type) for symbol, type in returned]
+        for operand, result in self.computation.overwrites:
+            made[result] = operands[operand].copy_(made[result])
+        return tuple(made)
+
+
+def _given(argument: Argument, operands: Sequence[Tensor], results: Sequence[Any]) -> Any:
+    match argument:
+        case Symbol("operand", name):
+            return operands[int(name)]
+        case Symbol(kind, name) if kind == RESULT:
+            index, _, which = name.partition(".")
+            return results[int(index)][int(which)] if which else results[int(index)]
+        case Symbol("device", name):
+            return torch.device(name)
+        case Symbol(_, name):
+            return getattr(torch, name)
+        case tuple():
+            return [_given(item, operands, results) for item in argument]
+        case _:
+            return argument
+
+
+def _in_layout(tensor: Tensor, type: TensorType) -> Tensor:
+    if tuple(tensor.stride()) == type.strides:
+        return tensor
+    return torch.ops.aten.copy.default(_empty(type), tensor)
+
+
+def _dropout_product(data: Tensor, mask: Tensor, rate: float) -> Tensor:
+    return mask.to(data.dtype) * (1.0 / (1.0 - rate)) * data
+
+
+def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return mask.to(gradient.dtype) * gradient * scale
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    DROPOUT_PRODUCT: _dropout_product,
+    DROPOUT_BACKWARD: _dropout_backward,
+}
+"""The functions of irc's own operations, without writes in place."""

@@ -46,6 +46,7 @@ from ..ir import (
     UnsupportedError,
     UsageError,
     VerificationError,
+    overwritten,
     parse_program,
     print_program,
     printable,
@@ -313,9 +314,6 @@ def read_folder(folder: Path) -> Written:
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         source = Source.from_json(described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
-        wrong = next((name for name, nbytes in by_name.items() if not 0 <= nbytes < 1 << 63), None)
-        if wrong is not None:
-            raise ValueError(f"the workspace of {printable(wrong)} is {by_name[wrong]:,} bytes")
         not_saved = frozenset(str(name) for name in described["not_saved"])
         tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
         text = described.get("optimizer")
@@ -324,6 +322,10 @@ def read_folder(folder: Path) -> Written:
         schedule = parse_program((folder / "program.irc").read_text())
     with undamaged(folder / "plan.json"):
         nodes = {node.name: node for node in schedule.graph.nodes}
+        for name, nbytes in by_name.items():
+            taken = sum(value.storage.nbytes for value in overwritten(nodes[name]))
+            if not -taken <= nbytes < 1 << 63:
+                raise ValueError(f"the workspace of {printable(name)} is {nbytes:,} bytes")
         workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
         _check_optimizer(schedule.graph, optimizer)
     with undamaged(folder / "plan.json"):

@@ -27,12 +27,14 @@ from ..backends.torch.guards.dynamo_call import TraceAnswers
 from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
 from ..frontends.torch import Captured, capture
 from ..ir import (
+    FUSED,
     BudgetError,
     Gradients,
     Graph,
     Input,
     InputRole,
     IrcError,
+    Kernel,
     OutputRole,
     Plan,
     TimeLimitError,
@@ -48,7 +50,7 @@ from ..torch_support.attribute_reads import Names, recording_attribute_reads
 from ..torch_support.packed_weights import packed_weights
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
-from .request import Example, Request
+from .request import INDUCTOR, Example, Request
 from .tiles import tiles_of, whole_or_tiled
 from .time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 
@@ -309,10 +311,17 @@ def _fused_or_not(
     Raises:
         BudgetError: IRC204.
     """
-    if request.compiler is not None:
-        with contextlib.suppress(BudgetError):
-            return _whole_or_tiled(captured, program, request, reserved)
-    return _whole_or_tiled(captured, program, replace(request, compiler=None), reserved)
+    if request.compiler is None:
+        return _whole_or_tiled(captured, program, request, reserved)
+    try:
+        return _whole_or_tiled(captured, program, request, reserved)
+    except BudgetError as fused:
+        try:
+            planned = _whole_or_tiled(captured, program, replace(request, compiler=None), reserved)
+        except BudgetError as whole:
+            raise min((fused, whole), key=lambda error: error.minimum_bytes) from None
+    assert planned.plan is not None
+    return replace(planned, plan=replace(planned.plan, compiler=request.compiler))
 
 
 def _fused(program: Program, request: Request) -> Program:
@@ -417,12 +426,16 @@ def planned_call(
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)
     assert program.plan is not None
+    fused = [node for node in program.graph.operations if node.op == FUSED]
     plan = replace(
         _counting(program.plan, reserved_bytes),
         gradients=program.graph.gradients.value,
         loss=captured.loss,
         roundings=captured.roundings,
         reordered=reordered(program.graph),
+        compiler=INDUCTOR if fused else request.compiler or "",
+        kernels=len({Kernel.of(node) for node in fused}),
+        fused_operations=len(fused),
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)

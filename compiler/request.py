@@ -33,7 +33,7 @@ from ..passes.remat.choice import GAP
 from .lengths.axis import LengthAxis
 from .tiers import measured_tiers, offer, tier_configs, what_moves
 
-__all__ = ["MEASURED", "SUMS", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
+__all__ = ["INDUCTOR", "MEASURED", "SUMS", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
 
 MEASURED = "measured"
 """The costs of a plan unless others are asked for: operations measured on the device of the model."""

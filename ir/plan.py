@@ -142,6 +142,9 @@ class Plan:
         roundings: The numbers that may differ from the model's own by rounding, each with the reason; all
             others are the same to the bit, but for those in `reordered`.
         reordered: The tensors that sums in another order reach, with a bound of the difference.
+        compiler: The compiler of kernels that was asked for, or "".
+        kernels: The number of its kernels.
+        fused_operations: The number of operations that these run; equal ones share a kernel.
         tiers: The copies to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
@@ -171,6 +174,9 @@ class Plan:
     loss: str = ""
     roundings: tuple[str, ...] = ()
     reordered: tuple[Reordered, ...] = ()
+    compiler: str = ""
+    kernels: int = 0
+    fused_operations: int = 0
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
     offloaded_bytes: int = 0
@@ -210,6 +216,7 @@ class Plan:
                 f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)",
             ),
             *(("annotations", text) for text in self._annotations_in_force),
+            *([("kernels", self._kernels)] if self.compiler else []),
             ("strategy", f"{self.strategy}, {self._costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in rows)
@@ -228,6 +235,14 @@ class Plan:
     def _costs(self) -> str:
         untimed = " (workspaces; nothing is computed twice, so that no time matters)"
         return f"costs {self.costs}{untimed if self.step_seconds is None else ''}"
+
+    @property
+    def _kernels(self) -> str:
+        if not self.kernels:
+            return (
+                f"none of {self.compiler}: operations are faster by themselves, or no plan with kernels fits"
+            )
+        return f"{self.kernels} of {self.compiler}, for {self.fused_operations} fused operations"
 
     @property
     def _in_flight(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,8 +49,8 @@ class FusionGroups:
     """The groups of a graph.
 
     Operations are in one group if data flows between them without leaving it: on each way from one to the
-    other there are only operations that can be fused (their level is the same). They are of one half, are
-    computed from the gradients of the same outputs, and have one annotation.
+    other there are only operations of the group (their level is the same). They share large tensors, are of
+    one half, are computed from the gradients of the same outputs, and have one annotation.
 
     Args:
         graph: The graph.
@@ -83,37 +83,28 @@ class FusionGroups:
     @cached_property
     def groups(self) -> list[list[Node]]:
         """The groups, each in the order of the graph; an operation that makes numbers of none is in none."""
+        found: dict[Node, _Group] = {}
         levels: dict[Node, int] = {}
-        parent: dict[Node, Node] = {}
         depends = output_dependencies(self.graph)
-        nothing = frozenset[int]()
-
-        def root(node: Node) -> Node:
-            while parent[node] is not node:
-                parent[node] = parent[parent[node]]
-                node = parent[node]
-            return node
-
-        def key(node: Node) -> tuple[object, ...]:
-            outputs = depends.get(node.values[0], nothing) if node.values else nothing
-            return node.region, levels[node], outputs, node.annotation
-
-        before = dependencies(self.graph)
-        for node in self.graph.operations:
+        for node, before in dependencies(self.graph).items():
             is_fused = node in self.fusible
-            levels[node] = max(
-                (levels[p] + (is_fused and p not in self.fusible) for p in before[node]), default=0
-            )
+            levels[node] = max((levels[p] + (is_fused and p not in self.fusible) for p in before), default=0)
             if not is_fused or not node.operands:
                 continue
-            parent[node] = node
-            for each in before[node]:
-                if each in parent and key(each) == key(node):
-                    parent[root(each)] = root(node)
-        found: dict[Node, list[Node]] = {}
-        for node in parent:
-            found.setdefault(root(node), []).append(node)
-        return list(found.values())
+            outputs = depends.get(node.values[0], frozenset[int]())
+            own = _Group((node.region, outputs, node.annotation), {}, [])
+            own.add(node, self.graph)
+            near = dict.fromkeys(found[p] for p in before if p in found and levels[p] == levels[node])
+            if not own.joins(near):
+                levels[node] += 1
+                near = {}
+            for group in near:
+                own.touched.update(group.touched)
+                own.members = [*group.members, *own.members]
+            found.update(dict.fromkeys(own.members, own))
+        position = {node: index for index, node in enumerate(self.graph.operations)}
+        groups = dict.fromkeys(found.values())
+        return [sorted(group.members, key=position.__getitem__) for group in groups]
 
     # ------------------------------------------------------------------ made again within backward
 
@@ -198,6 +189,48 @@ class FusionGroups:
                 for storage in self.graph.reads(node):
                     found[storage].append(node)
         return found
+
+
+_SMALL = 16
+"""A tensor is small if the largest beside it has more than this many times its bytes."""
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A group while it grows.
+
+    Args:
+        key: Equal for all operations of one group.
+        touched: The bytes of each storage that it reads or makes.
+        members: Its operations.
+    """
+
+    key: object
+    touched: dict[Storage, int]
+    members: list[Node]
+
+    def add(self, node: Node, graph: Graph) -> None:
+        """Adds an operation."""
+        self.members.append(node)
+        self.touched.update((s, s.nbytes) for s in (*graph.reads(node), *graph.allocates(node)))
+
+    def joins(self, groups: Collection[_Group]) -> bool:
+        """Whether one kernel can run an operation, which is this group, with those whose results it reads.
+
+        It cannot if it knows the large tensors of one of them by small ones alone, such as sums over tiles,
+        and reads others: all would have to be there at once.
+        """
+        largest_bytes = max((max(group.touched.values()) for group in (self, *groups)), default=0)
+        large = {
+            s for g in (self, *groups) for s, nbytes in g.touched.items() if nbytes * _SMALL >= largest_bytes
+        }
+        apart = [
+            g
+            for g in groups
+            if large & g.touched.keys() and not large & g.touched.keys() & self.touched.keys()
+        ]
+        is_one = not apart or (len(groups) == 1 and not large & self.touched.keys())
+        return is_one and all(group.key == self.key for group in groups)
 
 
 _TYPES = frozenset(

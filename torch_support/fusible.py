@@ -19,7 +19,14 @@ _VIEWS = frozenset(
     for name in (
         *("view.default", "_unsafe_view.default", "permute.default", "transpose.int", "t.default"),
         *("expand.default", "unsqueeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor"),
-        *("select.int", "split.Tensor", "split_with_sizes.default", "unbind.int", "detach.default"),
+        *(
+            "select.int",
+            "split.Tensor",
+            "split_with_sizes.default",
+            "unbind.int",
+            "unsafe_split.Tensor",
+            "detach.default",
+        ),
         "alias.default",
     )
 )

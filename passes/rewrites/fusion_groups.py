@@ -10,7 +10,7 @@ from functools import cached_property
 
 import networkx as nx
 
-from ...ir import Graph, Node, Region, Storage, Trait, is_plain_argument, output_dependencies
+from ...ir import Graph, Node, Region, Storage, Trait, Value, is_plain_argument, output_dependencies
 from ...torch_support.fusible import is_cheap, is_fusible
 
 __all__ = ["FusionGroups", "dependencies"]
@@ -72,8 +72,18 @@ class FusionGroups:
             and all(type.numel and type.dtype.value in _TYPES for type in types)
             and all(v.type.is_dense and v.type.nbytes <= v.storage.nbytes for v in node.values)
             and is_plain_argument(node.arguments)
+            and all(map(self._is_view_within, node.operands))
             and all(is_plain_argument(argument) for _, argument in node.keywords)
         )
+
+    def _is_view_within(self, value: Value) -> bool:
+        """Whether a kernel can derive a value from the one that fills its storage."""
+        view = self._views.get(value)
+        return view is None or (is_fusible(view.op) and all(map(self._is_view_within, view.operands)))
+
+    @cached_property
+    def _views(self) -> dict[Value, Node]:
+        return {value: node for node in self.graph.nodes if node.is_view for value in node.values}
 
     @cached_property
     def fusible(self) -> frozenset[Node]:

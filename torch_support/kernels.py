@@ -20,7 +20,7 @@ from .draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
 from .fusible import is_fusible
 from .operations import function_of
 
-__all__ = ["Body", "Compiled", "compile_kernels", "compiled", "kernel", "kernel_of"]
+__all__ = ["Body", "Compiled", "compile_kernels", "compiled", "forget", "kernel", "kernel_of"]
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 """A kernel: it is given a list of its operands, which it empties, and returns its results."""
@@ -52,6 +52,11 @@ def kernel(text: str) -> Compiled:
             if found is None:
                 found = _known[text] = compiled(_read(text))
     return found
+
+
+def forget() -> None:
+    """Drops the kernels of this process, so that the next ones are compiled, or come from torch's cache."""
+    _known.clear()
 
 
 def compile_kernels(computations: Iterable[Kernel], begun: Callable[[int, int], None] | None = None) -> None:

@@ -368,10 +368,10 @@ def _page(found: Mapping[str, list[Row]]) -> str:
             f"torch {torch.__version__}, {hardware()}, {torch.get_num_threads()} threads. Budgets of irc are "
             "parts of the measured peak of `torch.compile`, parameters included; peaks are events of the "
             "allocator. All methods of a model take steps in turns; times are those of the quickest step "
-            "over the quickest of `torch.compile` (in brackets the range of ratios within a round). Gradients "
-            "are compared with eager's: the norm of the difference over the norm; a method whose generator ends "
-            "elsewhere draws other numbers. `activation_memory_budget` compiles with Inductor too. Seconds "
-            "to compile are those of the clock for planning and the first two steps; the caches of each "
+            "over the quickest of `torch.compile` (in brackets the range of ratios within a round). "
+            "Gradients are compared with eager's: the norm of the difference over the norm; a method whose "
+            "generator ends elsewhere draws other numbers. `activation_memory_budget` uses Inductor too. "
+            "Seconds to compile are those of the clock for planning and the first two steps; caches of each "
             "model are empty before its first method.",
             "",
             to_markdown(_HEADER, [row.cells() for row in rows]),

@@ -17,6 +17,7 @@ __all__ = [
     "Step",
     "fused_arguments",
     "is_plain_argument",
+    "operation_of",
     "overwritten",
     "place_of",
     "results_in",
@@ -79,6 +80,19 @@ def steps_of(node: Node) -> tuple[tuple[Step, ...], tuple[Symbol, ...]]:
     if len(found) < len(returns) or not all(place_of(each) < len(steps) for each in found):
         raise ValueError("it returns what is no result of an operation within")
     return steps, found
+
+
+def operation_of(node: Node) -> str:
+    """Returns the name of a node's operation for messages: of a fused one, those that it runs."""
+    if node.op != FUSED:
+        return node.op
+    names = [step.op for step in steps_of(node)[0]]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"fused {', '.join(names[:_NAMED])}{more}"
+
+
+_NAMED = 3
+"""The most operations of a fused one that a message names."""
 
 
 def with_overwritten(node: Node, pairs: Mapping[Value, int]) -> Node:

@@ -46,7 +46,7 @@ class Reordered:
 
     def __str__(self) -> str:
         if self.terms is None:
-            return f"{self.name}, which is computed from sums in another order"
+            return f"{self.name}, which is computed from sums in another order, or by kernels"
         most = "" if self.bound is None else f", by at most {self.bound:.2g} of their magnitudes' sum"
         return f"{self.name}, a sum of {self.terms:,} terms in another order{most}"
 
@@ -165,7 +165,8 @@ def reordered_lines(found: Sequence[Reordered]) -> Iterator[str]:
         yield f"{len(sums) - _NAMED} more sums in another order"
     if others:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        yield f"what is computed from sums in another order: {', '.join(others[:_NAMED])}{more}"
+        named = ", ".join(others[:_NAMED])
+        yield f"what is computed from sums in another order, or by kernels: {named}{more}"
 
 
 _NAMED = 4

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -121,9 +122,41 @@ def _read(text: str) -> Kernel:
         for step in computation.steps:
             if not is_fusible(step.op):
                 raise ValueError(f"{step.op} cannot be fused")
+            _check((step.arguments, step.keywords))
         return computation
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnsupportedError("IRC470", f"a fused operation cannot be read: {first_line(error)}") from error
+
+
+def _check(argument: Any) -> None:
+    """Refuses texts and names that no fusible operation has.
+
+    Raises:
+        ValueError: For one.
+    """
+    match argument:
+        case tuple():
+            for item in cast("tuple[Any, ...]", argument):
+                _check(item)
+        case str():
+            if not _WORD.fullmatch(argument):
+                raise ValueError("a text is none that an operation takes")
+        case Symbol(kind, name) if kind in _CONSTANTS:
+            if not isinstance(getattr(torch, name, None), _CONSTANTS[kind]):
+                raise ValueError(f"{name} is no {kind}")
+        case Symbol(kind, name):
+            if kind not in ("operand", "device", RESULT):
+                raise ValueError(f"{kind} is no kind of argument")
+        case _:
+            pass
+
+
+_WORD = re.compile("[A-Za-z_]{0,40}")
+_CONSTANTS: Mapping[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
 
 
 def compiled(computation: Kernel) -> Compiled:

@@ -28,6 +28,7 @@ from ...ir import (
     format_bytes,
     liveness,
     nondeterminism,
+    operation_of,
     resident_before,
     step_times,
     stored_bytes,
@@ -148,7 +149,7 @@ def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes)
             action, reason = "free", "backward reads neither it nor anything that is made from it again"
         decisions[storage] = Decision(
             storage.name,
-            f"{node.name} ({node.op})",
+            f"{node.name} ({operation_of(node)})",
             storage.nbytes,
             action,
             again,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...ir import Gradients, Graph, InputRole, Node, OutputRole, Storage, format_bytes
+from ...ir import Gradients, Graph, InputRole, Node, OutputRole, Storage, format_bytes, operation_of
 from .problem import CheckpointProblem
 
 __all__ = ["Floor"]
@@ -46,7 +46,7 @@ class Floor:
         groups = Counter[str]()
         for name, nbytes in _groups(problem, node):
             groups[name] += nbytes
-        groups["the loss" if node is None else f"workspace of {node.op}"] += (
+        groups["the loss" if node is None else f"workspace of {operation_of(node)}"] += (
             problem.floor_bytes - groups.total()
         )
         groups = +groups
@@ -101,7 +101,7 @@ def _groups(problem: CheckpointProblem, node: Node | None) -> Iterator[tuple[str
     for maker in order[:last]:
         once = ", which runs once" if maker in problem.index else ""
         stay = (s for s in graph.allocates(maker) if s in waiting and s not in problem.producer)
-        yield f"of {maker.op}{once}, for later operations", fresh(stay)
+        yield f"of {operation_of(maker)}{once}, for later operations", fresh(stay)
 
 
 def _origin(graph: Graph, storage: Storage) -> str:
@@ -109,4 +109,4 @@ def _origin(graph: Graph, storage: Storage) -> str:
     if maker is None:
         return storage.name
     place = "" if maker.at is None else str(maker.at)
-    return f"{maker.op} ({place})" if place else maker.op
+    return f"{operation_of(maker)} ({place})" if place else operation_of(maker)

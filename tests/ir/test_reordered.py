@@ -94,7 +94,7 @@ def test_a_plan_says_which_numbers_may_be_off() -> None:
     assert str(Reordered("w", 1024, 1.2e-4)) == (
         "w, a sum of 1,024 terms in another order, by at most 0.00012 of their magnitudes' sum"
     )
-    assert str(Reordered("b")) == "b, which is computed from sums in another order"
+    assert str(Reordered("b")) == "b, which is computed from sums in another order, or by kernels"
 
 
 @pytest.mark.parametrize(

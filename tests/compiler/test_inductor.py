@@ -1,0 +1,156 @@
+"""Plans of kernels that Inductor compiles: numbers, bytes, folders, graphs of Dynamo, and what fails."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import irc
+from irc.compiler.training import measured_peak_bytes
+from irc.passes.rewrites import fuse_operations
+from irc.tools.cli import main
+from irc.torch_support import kernels
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of torch's compiler
+]
+
+WIDTH, CLASSES = 32, 300
+
+
+class Block(nn.Module):
+    """A gated perceptron with dropout beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.down, self.dropout = nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.dropout(self.down(functional.silu(self.gate(y)) * self.up(y)))
+
+
+class Network(nn.Module):
+    """Equal blocks under a projection to classes."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.blocks(x)), labels)
+
+
+def network() -> tuple[Network, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Network(4), (torch.randn(64, WIDTH), torch.randint(0, CLASSES, (64,)))
+
+
+@pytest.fixture(autouse=True)
+def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Tensors here are so small that operations are faster by themselves."""
+    monkeypatch.setattr(fuse_operations, "_NOISE", math.inf)
+
+
+def _step(module: nn.Module, args: tuple[Any, ...]) -> tuple[list[Tensor], Tensor]:
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = module(*args)
+    loss.backward()
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    return [loss.detach(), *found], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("budget", ["100%", "75%"])
+def test_numbers_are_eagers_but_for_rounding_and_peaks_are_as_predicted(budget: str) -> None:
+    module, args = network()
+    fitted = irc.optimize(copy.deepcopy(module), args, budget, compiler="inductor")
+    plan = fitted.plan
+    assert 0 < plan.kernels < plan.fused_operations  # equal blocks share theirs
+    assert f"{plan.kernels} of inductor" in plan.summary()
+    assert {each.name for each in plan.reordered} >= {"output 0", "head.weight"}
+    for _ in range(2):
+        (expected, state), (found, state_after) = _step(module, args), _step(fitted, args)
+        assert torch.equal(state, state_after)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    fitted.zero_grad(set_to_none=True)
+    assert 0 <= plan.peak_bytes - measured_peak_bytes(fitted, args, plan.static_bytes) <= 64  # the loss
+
+
+def test_a_backward_that_retains_its_graph_may_run_again() -> None:
+    module, args = network()
+    fitted = irc.optimize(copy.deepcopy(module), args, "100%", compiler="inductor")
+    found: list[list[Tensor]] = []
+    loss = fitted(*args)
+    for last in (False, True):
+        fitted.zero_grad(set_to_none=True)
+        loss.backward(retain_graph=not last)
+        found.append([p.grad.clone() for p in fitted.parameters() if p.grad is not None])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_a_fitted_module_trains_when_it_comes_from_a_pickle() -> None:
+    module, args = network()
+    fitted = irc.optimize(module, args, "100%", compiler="inductor")
+    expected, _ = _step(fitted, args)
+    again = pickle.loads(pickle.dumps(fitted))
+    kernels.forget()
+    found, _ = _step(again, args)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_written_folder_trains_by_its_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = f"{Path(__file__)}:network", str(tmp_path / "out")
+    assert main(["optimize", path, "--budget", "80%", "--compiler", "inductor", "-o", out]) == 0
+    assert "fused operations" in capsys.readouterr().out
+    assert main(["run", out, "--check", "--trust", "--steps", "2"]) == 0
+    assert "equal up to rounding" in capsys.readouterr().out
+
+
+def test_graphs_of_dynamo_have_kernels() -> None:
+    module, args = network()
+    options = {"budget": "64MiB", "compiler": "inductor"}
+    compiled: Any = torch.compile(copy.deepcopy(module), backend="irc", options=options)
+    (expected, state), (found, state_after) = _step(module, args), _step(compiled, args)
+    assert torch.equal(state, state_after)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_without_room_for_kernels_operations_are_planned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, args = network()
+    smallest = irc.optimize(
+        copy.deepcopy(module), args, "100%", compiler="inductor"
+    ).plan.minimum_budget_bytes
+    eager = irc.optimize(copy.deepcopy(module), args, "100%").plan.minimum_budget_bytes
+    if eager < smallest:
+        plan = irc.optimize(copy.deepcopy(module), args, eager, compiler="inductor").plan
+        assert (plan.compiler, plan.kernels) == ("inductor", 0)
+        assert "none of inductor" in plan.summary()
+    with pytest.raises(irc.BudgetError) as caught:
+        irc.optimize(module, args, 1, compiler="inductor")
+    assert caught.value.minimum_bytes <= min(eager, smallest)
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("g++: not found\nmore")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fails)
+    kernels.forget()
+    module, args = network()
+    with pytest.raises(irc.UnsupportedError) as caught:
+        irc.optimize(module, args, "100%", compiler="inductor")
+    assert caught.value.code == "IRC470"
+    assert "g++: not found" in caught.value.message

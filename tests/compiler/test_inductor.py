@@ -121,7 +121,7 @@ def test_a_written_folder_trains_by_its_kernels(tmp_path: Path, capsys: pytest.C
 
 def test_graphs_of_dynamo_have_kernels() -> None:
     module, args = network()
-    options = {"budget": "64MiB", "compiler": "inductor"}
+    options: dict[str, Any] = {"budget": "64MiB", "compiler": "inductor"}
     compiled: Any = torch.compile(copy.deepcopy(module), backend="irc", options=options)
     (expected, state), (found, state_after) = _step(module, args), _step(compiled, args)
     assert torch.equal(state, state_after)

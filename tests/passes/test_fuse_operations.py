@@ -59,7 +59,7 @@ class Layers(nn.Module):
         super().__init__()
         self.names = list(names)
         made = (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.4))
-        kinds = dict(zip(("linear", "norm", "batch", "dropout"), made, strict=True))
+        kinds: dict[str, nn.Module] = dict(zip(("linear", "norm", "batch", "dropout"), made, strict=True))
         self.layers = nn.ModuleList(copy.deepcopy(kinds.get(name, nn.Identity())) for name in names)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ def optimize(
             torch's Inductor, each compiled once for all equal layers, and plans these: peaks are those of
             the kernels. Numbers are off by rounding as under `torch.compile`, random numbers are eager's.
             Operations that are faster by themselves stay as they are. Compiling takes some seconds for each
-            distinct kernel, and is cached by torch.
+            distinct kernel, and is cached by torch; after five minutes no other kernel is begun, those that
+            move most bytes being first.
         progress: True prints how the first plan is made to stderr; a function is called with each
             `irc.Progress`: the phase, and in a search the best overhead so far, its bound and the time left.
             The logger `irc.progress` has the same lines at INFO, and `irc` one for each later plan.

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 _known: dict[str, Compiled] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+_AT_ONCE = 8
+"""The most kernels whose C++ is compiled while Inductor goes on."""
 
 
 def kernel(text: str) -> Compiled:
@@ -60,55 +64,71 @@ def forget() -> None:
     _known.clear()
 
 
-def compile_kernels(computations: Iterable[Kernel], begun: Callable[[int, int], None] | None = None) -> None:
-    """Compiles the kernels of computations, as `kernel` does: the C++ of all of them at the same time.
+def compile_kernels(
+    computations: Iterable[Kernel],
+    seconds: float = math.inf,
+    begun: Callable[[int, int], None] | None = None,
+) -> dict[Kernel, UnsupportedError | None]:
+    """Compiles the kernels of computations: the C++ of several of them at the same time.
 
     Args:
         computations: The computations; equal ones have one kernel.
+        seconds: Seconds of the clock after which no other kernel is begun.
         begun: Told of each kernel that has to be compiled: its number, and how many there are.
+
+    Returns:
+        None for each kernel that is there, and an error (IRC470) for each that does not compile; those that
+        were not begun are missing.
     """
-    texts = dict.fromkeys(computation.text for computation in computations)
-    missing = [text for text in texts if text not in _known]
-    try:
-        with _waiting_for_all():
-            for number, text in enumerate(missing, start=1):
-                if begun is not None:
-                    begun(number, len(missing))
-                kernel(text)
-    except BaseException:
-        for text in missing:
-            _known.pop(text, None)  # its C++ may not be there
-        raise
+    started = time.perf_counter()
+    found = dict[Kernel, UnsupportedError | None]()
+    texts = {computation: computation.text for computation in computations}
+    missing = [computation for computation, text in texts.items() if text not in _known]
+    found.update((computation, None) for computation in texts if computation not in set(missing))
+    for first in range(0, len(missing), _AT_ONCE):
+        if time.perf_counter() - started > seconds:
+            break
+        some = missing[first : first + _AT_ONCE]
+        if begun is not None:
+            begun(first + len(some), len(missing))
+        with _lock:
+            found.update(_compile_at_once({computation: texts[computation] for computation in some}))
+    return found
 
 
-@contextlib.contextmanager
-def _waiting_for_all() -> Generator[None]:
-    """Lets the compilers that Inductor starts in this thread run on until the end.
-
-    Raises:
-        UnsupportedError: IRC470 if one of them fails.
-    """
+def _compile_at_once(texts: Mapping[Kernel, str]) -> dict[Kernel, UnsupportedError | None]:
+    """Compiles some kernels; the compilers that Inductor starts are waited for when all have been started."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait, thread = AsyncCompile.wait, threading.get_ident()
-    waited_for: list[tuple[Any, Any]] = []
+    started: list[tuple[Any, Any]] = []
 
     def later(self: Any, scope: Any) -> None:
         if threading.get_ident() == thread:
-            waited_for.append((self, scope))
+            started.append((self, scope))
         else:
             wait(self, scope)
 
+    failed: dict[Kernel, UnsupportedError | None] = dict.fromkeys(texts)
+    made: dict[Kernel, tuple[Compiled, list[tuple[Any, Any]]]] = {}
     AsyncCompile.wait = later
     try:
-        yield
+        for computation, text in texts.items():
+            started = []
+            try:
+                made[computation] = compiled(_read(text)), started
+            except UnsupportedError as error:
+                failed[computation] = error
     finally:
         AsyncCompile.wait = wait
-    for compiler, scope in waited_for:
+    for computation, (run, waited_for) in made.items():
         try:
-            wait(compiler, scope)
+            for compiler, scope in waited_for:
+                wait(compiler, scope)
+            _known[texts[computation]] = run
         except Exception as error:
-            raise _not_compiled("a kernel", error) from error
+            failed[computation] = _not_compiled(computation, error)
+    return failed
 
 
 def kernel_of(computation: Kernel) -> Compiled:
@@ -175,14 +195,15 @@ def compiled(computation: Kernel) -> Compiled:
             output.meta["user_visible_output_idxs"] = list(range(len(computation.returns)))
             made: Any = compile_fx_inner(graph, operands)
     except Exception as error:
-        raise _not_compiled(", ".join(step.op for step in computation.steps[:4]), error) from error
+        raise _not_compiled(computation, error) from error
     return getattr(made, "current_callable", None) or made
 
 
-def _not_compiled(what: str, error: Exception) -> UnsupportedError:
+def _not_compiled(computation: Kernel, error: Exception) -> UnsupportedError:
     return UnsupportedError(
         "IRC470",
-        f"torch's Inductor does not compile {what}: {first_line(error)}",
+        f"torch's Inductor does not compile {', '.join(step.op for step in computation.steps[:4])}: "
+        f"{first_line(error)}",
         help="leave compiler= out, or see that a C++ compiler is installed (g++)",
     )
 

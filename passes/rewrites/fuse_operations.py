@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,8 @@ from .overwrite import with_overwrites
 __all__ = ["FuseOperations"]
 
 
+_LOG = logging.getLogger("irc")
+
 _NOISE = 1.02
 """A kernel that is measured to take up to this much of the time of its operations is taken as fast."""
 
@@ -58,6 +61,8 @@ class FuseOperations:
         measure: Whether kernels are compiled and run here, operations left whole that are faster so, and the
             plan compared with the step by whole operations.
         overwrite: Whether kernels of backward may write results over operands that nothing needs any more.
+        time_limit: Seconds of the clock after which no other kernel is compiled; their operations stay as
+            they are.
         cost: Finds the times of kernels and operations. Not part of the text form.
     """
 
@@ -65,6 +70,7 @@ class FuseOperations:
 
     measure: bool = True
     overwrite: bool = True
+    time_limit: float = 300.0
     cost: Cost = field(default=Cost(), metadata={"in_text": False})
 
     def run(self, program: Program, /) -> Program:
@@ -83,14 +89,17 @@ class FuseOperations:
         graph, covered = self._fused(program.graph)
         kernels = program.kernels
         if self.measure and covered:
-            costs = self._costs(program, graph, covered)
-            kernels = kernels or replace(program, costs=costs)
-            whole = _faster_whole(program.graph, graph, covered, costs)
+            whole = self._without_kernel(graph, covered)
             if whole:
                 graph, covered = self._fused(program.graph, whole)
-        return (
-            replace(program, graph=graph, original=None, eager=None, kernels=kernels) if covered else program
-        )
+            costs = self._costs(program, graph)
+            kernels = kernels or replace(program, costs=costs)
+            faster = _faster_whole(program.graph, graph, covered, costs)
+            if faster:
+                graph, covered = self._fused(program.graph, whole | faster)
+        if not covered:
+            return program
+        return replace(program, graph=graph, original=None, eager=None, kernels=kernels)
 
     def _fused(
         self, graph: Graph, whole: AbstractSet[str] = frozenset()
@@ -105,10 +114,34 @@ class FuseOperations:
         fused, covered = _Fusion(FusionGroups(in_parts, whole), wholes).graph()
         return with_overwrites(fused) if self.overwrite else fused, covered
 
-    def _costs(self, program: Program, fused: Graph, covered: Mapping[str, _Covered]) -> Costs:
+    def _without_kernel(self, graph: Graph, covered: Mapping[str, _Covered]) -> frozenset[str]:
+        """The operations, by name, whose kernels do not compile, or not in time.
+
+        Kernels that move most bytes in a step, all in all, are compiled first.
+        """
+        kernels = {node.name: Kernel.of(node) for node in graph.operations if node.name in covered}
+        moved_bytes: Counter[Kernel] = Counter()
+        for node in graph.operations:
+            if node.name in kernels:
+                moved = {*graph.reads(node), *graph.allocates(node)}
+                moved_bytes[kernels[node.name]] += sum(storage.nbytes for storage in moved)
+        order = sorted(moved_bytes, key=lambda kernel: -moved_bytes[kernel])
+        found = compile_kernels(
+            order, self.time_limit, lambda *kernel: report(Progress("compile", kernel=kernel))
+        )
+        errors = [error for error in found.values() if error is not None]
+        if errors and len(errors) == len(found):
+            raise errors[0]
+        for error in errors:
+            _LOG.warning("operations run by themselves: %s", error.message)
+        if len(found) < len(order):
+            _LOG.info("%d of %d kernels were compiled in time", len(found), len(order))
+        there = {kernel for kernel, error in found.items() if error is None}
+        names = (covered[name].own for name, kernel in kernels.items() if kernel not in there)
+        return frozenset[str]().union(*names)
+
+    def _costs(self, program: Program, fused: Graph) -> Costs:
         """The costs of a program's operations as they are, as they were captured, and fused."""
-        kernels = (Kernel.of(node) for node in fused.operations if node.name in covered)
-        compile_kernels(kernels, lambda *kernel: report(Progress("compile", kernel=kernel)))
         graphs = [program.original, program.graph, fused]
         tables = [
             self.cost.run(replace(program, graph=graph, original=None)).costs for graph in graphs if graph

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
+from irc.compiler.compile import capture_call, prepared_call
+from irc.compiler.request import Request
 from irc.compiler.training import measured_peak_bytes
+from irc.ir import Kernel
+from irc.passes import FuseOperations, PassManager
 from irc.passes.rewrites import fuse_operations
 from irc.tools.cli import main
 from irc.torch_support import kernels
@@ -154,3 +158,34 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         irc.optimize(module, args, "100%", compiler="inductor")
     assert caught.value.code == "IRC470"
     assert "g++: not found" in caught.value.message
+
+
+def test_a_kernel_that_does_not_compile_leaves_its_operations_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_ = kernels.compiled
+    failed: list[str] = []
+
+    def fails_once(computation: Kernel) -> kernels.Compiled:
+        if not failed:
+            failed.append(computation.text)
+            raise irc.UnsupportedError("IRC470", "no such luck")
+        return compile_(computation)
+
+    kernels.forget()
+    monkeypatch.setattr(kernels, "compiled", fails_once)
+    module, args = network()
+    with caplog.at_level("WARNING", "irc"):
+        fitted = irc.optimize(copy.deepcopy(module), args, "100%", compiler="inductor")
+    assert "operations run by themselves: no such luck" in caplog.text
+    assert fitted.plan.kernels
+    (expected, _), (found, _) = _step(module, args), _step(fitted, args)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_no_kernel_is_begun_after_the_time_limit() -> None:
+    module, args = network()
+    request = Request.of("100%", compiler="inductor")
+    program = prepared_call(capture_call(module, args, {}, request), request)
+    kernels.forget()
+    assert PassManager([FuseOperations(time_limit=-1.0)]).run(program) is program

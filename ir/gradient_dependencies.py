@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .graph import Argument, Graph, InputRole, Node, values_in
+from collections.abc import Sequence
+
+from .fused import FUSED, RESULT, place_of, steps_of
+from .graph import Argument, Graph, InputRole, Node, Symbol, values_in
 from .types import Value
 
 __all__ = ["output_dependencies", "zero_without"]
@@ -109,6 +112,8 @@ _BACKWARDS = ("_backward", "_backward_data")
 
 def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     """Returns the outputs without which the results of an operation are zero; None if that is not known."""
+    if node.op == FUSED:
+        return _zero_of_all(node, zero)
     namespace, _, overload = node.op.partition(".")
     name = overload.partition(".")[0]
     if namespace not in ("aten", "irc"):
@@ -125,6 +130,29 @@ def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     found = [_all(node.arguments[position], zero) for position in positions]
     known = [each for each in found if each is not None]
     return frozenset[int]().union(*known) if len(known) == len(found) else None
+
+
+def _zero_of_all(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
+    """Returns the outputs without which all results of a fused node are zero; None if that is not known."""
+    steps, returns = steps_of(node)
+    (some, *_) = node.values
+    known = dict(zero)
+    made = [Value(f"result {index}", some.type, some.storage) for index in range(len(steps))]
+    for step, value in zip(steps, made, strict=True):
+        arguments = tuple(_of_values(argument, made) for argument in step.arguments)
+        found = _zero(Node(value.name, step.op, arguments, (value,)), known)
+        if found is not None:
+            known[value] = found
+    return _all(tuple(made[place_of(each)] for each in returns), known)
+
+
+def _of_values(argument: Argument, made: Sequence[Value]) -> Argument:
+    """Returns an argument of an operation within with a value for each result."""
+    if isinstance(argument, tuple):
+        return tuple(_of_values(item, made) for item in argument)
+    if isinstance(argument, Symbol) and argument.kind == RESULT:
+        return made[place_of(argument)]
+    return argument
 
 
 def _all(argument: Argument, zero: dict[Value, _Outputs]) -> _Outputs | None:

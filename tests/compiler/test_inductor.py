@@ -121,6 +121,13 @@ def test_a_written_folder_trains_by_its_kernels(tmp_path: Path, capsys: pytest.C
     assert "fused operations" in capsys.readouterr().out
     assert main(["run", out, "--check", "--trust", "--steps", "2"]) == 0
     assert "equal up to rounding" in capsys.readouterr().out
+    program = Path(out) / "program.irc"
+    text = program.read_text()
+    assert '"aten.silu.default"' in text
+    for other in ("aten.from_file.default", "os.system.default", "aten.add_.Tensor"):
+        program.write_text(text.replace('"aten.silu.default"', f'"{other}"'))
+        assert main(["run", out, "--steps", "1"]) == 1
+        assert f"{other} is not an operation that can be fused" in capsys.readouterr().err
 
 
 def test_graphs_of_dynamo_have_kernels() -> None:

@@ -206,6 +206,34 @@ def test_what_is_overwritten_takes_no_bytes_afterwards() -> None:
     assert peak < graph.static_bytes + 2 * wide + sum(p.nbytes for p in module.parameters())
 
 
+class _Two(nn.Module):
+    """Two outputs, of which the second has an infinite derivative at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = x * self.weight
+        return (scaled + 1).square(), torch.sqrt(scaled * 2) * 3
+
+
+def test_an_output_without_a_gradient_adds_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "compiled", _eager)
+    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(fuse_operations, "_NOISE", math.inf)
+    module, x = _Two(), torch.ones(4, WIDTH)
+    fitted = irc.optimize(copy.deepcopy(module), (x,), "300%", compiler="inductor", loss=_sum_of_both)
+    assert fitted.plan.fused_operations
+    for each in (module, fitted):
+        each(x)[0].sum().backward()
+    assert torch.equal(module.weight.grad, fitted.weight.grad)  # pyright: ignore[reportArgumentType]
+
+
+def _sum_of_both(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    return outputs[0].sum() + outputs[1].sum()
+
+
 # ---------------------------------------------------------------------- refused
 
 

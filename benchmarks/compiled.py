@@ -198,6 +198,7 @@ def _with_empty_caches(name: str, settings: Sequence[float], repeats: int) -> li
     from torch._inductor.utils import fresh_cache
 
     kernels.forget()
+    torch.compiler.reset()  # models of one class share Dynamo's limit of compilations
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, IRC_CACHE_DIR=folder), fresh_cache():
         return measure(name, settings, repeats)
 
@@ -266,6 +267,7 @@ def measure(name: str, settings: Sequence[float], repeats: int) -> list[Row]:
 
 def _compiled(module: nn.Module, setting: float) -> nn.Module:
     """A module that torch compiles at a setting of `activation_memory_budget`; 1 is the default."""
+    from torch._dynamo import config as dynamo_config
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -273,6 +275,7 @@ def _compiled(module: nn.Module, setting: float) -> nn.Module:
         with config.patch(activation_memory_budget=setting):
             return compile_fx(graph, inputs)
 
+    dynamo_config.fail_on_recompile_limit_hit = True  # and not take a step in eager without a word
     return cast(nn.Module, torch.compile(module, dynamic=False, backend=backend))
 
 
@@ -363,7 +366,7 @@ def _page(found: Mapping[str, list[Row]]) -> str:
         [
             "# Plans of kernels beside torch.compile",
             "",
-            "`python -m benchmarks.compiled --markdown docs/results/compiled.md`",
+            f'`python -m benchmarks.compiled --only "{",".join(found)}" --markdown docs/results/compiled.md`',
             "",
             f"torch {torch.__version__}, {hardware()}, {torch.get_num_threads()} threads. Budgets of irc are "
             "parts of the measured peak of `torch.compile`, parameters included; peaks are events of the "

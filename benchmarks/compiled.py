@@ -216,7 +216,9 @@ def measure(name: str, settings: Sequence[float], repeats: int) -> list[Row]:
     model.train()
     held_bytes = sum(t.nbytes for t in {*model.parameters(), *model.buffers(), *args})
     reference = _gradients(model, args)
-    rows = [Row(name, "eager", None, measured_peak_bytes(model, args, held_bytes), error=0.0)]
+    rows = [Row(name, "eager", None, measured_peak_bytes(model, args, held_bytes))]
+    again = _gradients(model, args)
+    rows[0] = replace(rows[0], error=_distance(again[0], reference[0]))
     modules: list[nn.Module] = [model]
 
     def add(row: Row, module: nn.Module, started: float) -> None:

@@ -46,6 +46,7 @@ from ..ir import (
     UnsupportedError,
     UsageError,
     VerificationError,
+    count_kernels,
     overwritten,
     parse_program,
     print_program,
@@ -430,6 +431,10 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
         raise VerificationError(
             "IRC129", f"sums in another order reach {named[0]}, not {named[1]} as claimed, or by other bounds"
         )
+    if count_kernels(schedule.graph) != (plan.kernels, plan.fused_operations):
+        found = "{} kernels for {} fused operations".format(*count_kernels(schedule.graph))
+        claimed = f"{plan.kernels} for {plan.fused_operations}"
+        raise VerificationError("IRC129", f"the program has {found}, not {claimed} as claimed")
     offloaded_bytes = sum(offloaded.storage.nbytes for offloaded in schedule.graph.offloaded_parameters)
     if offloaded_bytes != plan.offloaded_bytes:
         raise VerificationError(

@@ -27,18 +27,17 @@ from ..backends.torch.guards.dynamo_call import TraceAnswers
 from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
 from ..frontends.torch import Captured, capture
 from ..ir import (
-    FUSED,
     BudgetError,
     Gradients,
     Graph,
     Input,
     InputRole,
     IrcError,
-    Kernel,
     OutputRole,
     Plan,
     TimeLimitError,
     UsageError,
+    count_kernels,
     reordered,
 )
 from ..passes import PassManager, Program
@@ -426,16 +425,16 @@ def planned_call(
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)
     assert program.plan is not None
-    fused = [node for node in program.graph.operations if node.op == FUSED]
+    kernels, fused_operations = count_kernels(program.graph)
     plan = replace(
         _counting(program.plan, reserved_bytes),
         gradients=program.graph.gradients.value,
         loss=captured.loss,
         roundings=captured.roundings,
         reordered=reordered(program.graph),
-        compiler=INDUCTOR if fused else request.compiler or "",
-        kernels=len({Kernel.of(node) for node in fused}),
-        fused_operations=len(fused),
+        compiler=INDUCTOR if kernels else request.compiler or "",
+        kernels=kernels,
+        fused_operations=fused_operations,
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)

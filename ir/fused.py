@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .graph import Argument, Node, Symbol
+from .graph import Argument, Graph, Node, Symbol
+from .printable import printable
 from .types import DType, TensorType, Value
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "RESULT",
     "Kernel",
     "Step",
+    "count_kernels",
     "fused_arguments",
     "is_plain_argument",
     "operation_of",
@@ -77,7 +79,7 @@ def steps_of(node: Node) -> tuple[tuple[Step, ...], tuple[Symbol, ...]]:
         if not all(place_of(symbol) < index for symbol in results_in((step.arguments, step.keywords))):
             raise ValueError(f"operation {index} reads a result that is not there yet")
     found = tuple(each for each in returns if isinstance(each, Symbol) and each.kind == RESULT)
-    if len(found) < len(returns) or not all(place_of(each) < len(steps) for each in found):
+    if len(set(found)) < len(returns) or not all(place_of(each) < len(steps) for each in found):
         raise ValueError("it returns what is no result of an operation within")
     return steps, found
 
@@ -93,6 +95,12 @@ def operation_of(node: Node) -> str:
 
 _NAMED = 3
 """The most operations of a fused one that a message names."""
+
+
+def count_kernels(graph: Graph) -> tuple[int, int]:
+    """Returns the numbers of kernels of a graph, and of fused operations that they run."""
+    fused = [node for node in graph.operations if node.op == FUSED]
+    return len({Kernel.of(node) for node in fused}), len(fused)
 
 
 def with_overwritten(node: Node, pairs: Mapping[Value, int]) -> Node:
@@ -113,6 +121,8 @@ def overwritten(node: Node) -> dict[Value, int]:
                 found[operand] = index
             case _:
                 raise ValueError("what it overwrites is no operand and the index of a result")
+    if len(set(found.values())) < len(found):
+        raise ValueError("a result overwrites two operands")
     return found
 
 
@@ -151,7 +161,7 @@ def place_of(symbol: Symbol) -> int:
     """
     index, _, which = symbol.name.partition(".")
     if not (index.isdecimal() and (which.isdecimal() or which == "")):
-        raise ValueError(f"{symbol.name} is no result of an operation within")
+        raise ValueError(f"{printable(symbol.name)} is no result of an operation within")
     return int(index)
 
 

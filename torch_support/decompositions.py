@@ -34,12 +34,42 @@ def traced(body: Callable[..., Any], operands: list[Tensor]) -> fx.GraphModule:
 
 @lru_cache(maxsize=1)
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's table, without scattered writes."""
+    """Returns Inductor's table, without reads by an index: a kernel ends the process at a wrong one."""
     from torch._inductor.decomposition import select_decomp_table
 
     aten = torch.ops.aten
-    own = {aten.nll_loss_backward.default: _nll_loss_backward}
-    return {**select_decomp_table(), **own, aten.nll_loss2d_backward.default: _nll_loss_backward}
+    own: dict[Any, Callable[..., Any]] = {
+        aten.nll_loss_forward.default: _nll_loss_forward,
+        aten.nll_loss2d_forward.default: _nll_loss_forward,
+        aten.nll_loss_backward.default: _nll_loss_backward,
+        aten.nll_loss2d_backward.default: _nll_loss_backward,
+    }
+    return {**select_decomp_table(), **own}
+
+
+def _nll_loss_forward(
+    data: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """A loss of classes in range (see `check_classes`), and the weight of all rows that count."""
+    dim = 0 if data.dim() < 2 else 1
+    is_own = target.unsqueeze(dim) == _classes(data, dim)
+    counted = target != ignored
+    nothing = torch.zeros((), dtype=data.dtype, device=data.device)
+    weights = torch.ones_like(target, dtype=data.dtype)
+    if weight is not None:
+        weights = torch.where(is_own, weight.reshape(_classes(data, dim).shape), nothing).sum(dim)
+    each = torch.where(counted, -torch.where(is_own, data, nothing).sum(dim) * weights, nothing)
+    if reduction == 0:
+        return each, nothing
+    total = torch.where(counted, weights, nothing).sum()
+    return (each.sum() / total if reduction == 1 else each.sum()), total
+
+
+def _classes(data: Tensor, dim: int) -> Tensor:
+    """The number of each class, along its dimension."""
+    shape = [1] * data.dim()
+    shape[dim] = data.shape[dim]
+    return torch.arange(data.shape[dim], device=data.device).reshape(shape)
 
 
 def _nll_loss_backward(
@@ -53,16 +83,14 @@ def _nll_loss_backward(
 ) -> Tensor:
     """The gradient of a loss of classes, element by element: at the row's own class, and zero elsewhere."""
     dim = 0 if data.dim() < 2 else 1
-    shape = [1] * data.dim()
-    shape[dim] = data.shape[dim]
+    classes = _classes(data, dim)
     if reduction == 1:
         gradient = gradient / total_weight
     own = target.unsqueeze(dim)
     given = gradient.unsqueeze(dim) if reduction == 0 and data.dim() > 1 else gradient
     counted = torch.where(own != ignored, -given, 0)
     if weight is not None:
-        counted = counted * weight.reshape(shape)
-    classes = torch.arange(data.shape[dim], device=data.device).reshape(shape)
+        counted = counted * weight.reshape(classes.shape)
     return torch.where(own == classes, counted, torch.zeros((), dtype=data.dtype, device=data.device)).to(
         data.dtype
     )

@@ -12,7 +12,17 @@ import torch
 
 from .draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
 
-__all__ = ["is_cheap", "is_fusible", "is_multipass"]
+__all__ = ["DIVISIONS", "is_cheap", "is_fusible", "is_multipass"]
+
+DIVISIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "floor_divide.Scalar"),
+        *("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar"),
+    )
+)
+"""Operations of which a kernel ends the process where whole numbers are divided by zero."""
+
 
 _VIEWS = frozenset(
     f"aten.{name}"
@@ -59,7 +69,7 @@ _REDUCTIONS = frozenset(
         *("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "amax.default", "amin.default"),
         *("var_mean.correction", "var.correction", "_softmax.default", "_softmax_backward_data.default"),
         *("_log_softmax.default", "_log_softmax_backward_data.default", "logsumexp.default"),
-        *("gather.default", "native_layer_norm.default", "native_layer_norm_backward.default"),
+        *("native_layer_norm.default", "native_layer_norm_backward.default"),
         *("native_group_norm.default", "native_group_norm_backward.default"),
         *("_native_batch_norm_legit_functional.default", "native_batch_norm_backward.default"),
         *("nll_loss_forward.default", "nll_loss_backward.default"),

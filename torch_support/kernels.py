@@ -10,19 +10,20 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..ir import RESULT, Argument, Kernel, Symbol, TensorType, first_line
-from ..ir.errors import UnsupportedError
+from ..ir import RESULT, IrcError, Kernel, Symbol, TensorType, UnsupportedError, Value, first_line
+from .arguments import empty, to_torch
 from .decompositions import traced
 from .draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
 from .fusible import is_fusible
 from .operations import function_of
 
-__all__ = ["Body", "Compiled", "compile_kernels", "compiled", "forget", "kernel", "kernel_of"]
+__all__ = ["Body", "Compiled", "compile_kernels", "compiled", "forget", "kernel"]
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 """A kernel: it is given a list of its operands, which it empties, and returns its results."""
@@ -30,8 +31,8 @@ Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 _SETTINGS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # the number of threads is that of the run, and not that of the compilation
     "max_autotune": False,
+    "pattern_matcher": False,  # it drops the copies by which each result has memory of its own
     "triton.cudagraphs": False,
-    "size_asserts": False,  # a program gives each kernel what it was made for
 }
 
 _known: dict[str, Compiled] = {}
@@ -131,11 +132,6 @@ def _compile_at_once(texts: Mapping[Kernel, str]) -> dict[Kernel, UnsupportedErr
     return failed
 
 
-def kernel_of(computation: Kernel) -> Compiled:
-    """Returns the kernel of a computation, as `kernel` does."""
-    return kernel(computation.text)
-
-
 def _read(text: str) -> Kernel:
     try:
         computation = Kernel.parse(text)
@@ -189,14 +185,41 @@ def compiled(computation: Kernel) -> Compiled:
     try:
         with torch.no_grad(), torch._C._DisableAutocast(), config.patch(_SETTINGS):
             with FakeTensorMode():
-                operands = [_empty(type) for type in computation.operands]
+                operands = [empty(type) for type in computation.operands]
                 graph = traced(body, operands)
             output = next(iter(graph.graph.find_nodes(op="output")))
             output.meta["user_visible_output_idxs"] = list(range(len(computation.returns)))
             made: Any = compile_fx_inner(graph, operands)
     except Exception as error:
         raise _not_compiled(computation, error) from error
-    return getattr(made, "current_callable", None) or made
+    return _checked(getattr(made, "current_callable", None) or made, computation.results)
+
+
+def _checked(run: Compiled, types: Sequence[TensorType]) -> Compiled:
+    """A kernel whose results have exactly the strides of their types, and that refuses operands of others.
+
+    A kernel reads memory by the strides that were traced; other operations take tensors as they come. Strides
+    of dimensions of size one, which Inductor leaves open, decide in what layout a convolution returns.
+    """
+    loose: list[tuple[int, TensorType]] | None = None
+
+    def checked(operands: list[Tensor]) -> Sequence[Tensor]:
+        nonlocal loose
+        try:
+            made = run(operands)
+        except AssertionError as error:
+            raise IrcError(
+                "IRC471",
+                f"a kernel was given a tensor that is not laid out as it was traced: {first_line(error)}",
+                help="leave compiler= out for this model, and report it",
+            ) from error
+        if loose is None:
+            loose = [(k, type) for k, type in enumerate(types) if made[k].stride() != type.strides]
+        for k, type in loose:
+            made[k].as_strided_(type.shape, type.strides)
+        return made
+
+    return checked
 
 
 def _not_compiled(computation: Kernel, error: Exception) -> UnsupportedError:
@@ -208,11 +231,6 @@ def _not_compiled(computation: Kernel, error: Exception) -> UnsupportedError:
     )
 
 
-def _empty(type: TensorType) -> Tensor:
-    dtype = getattr(torch, type.dtype.value)
-    return torch.empty_strided(type.shape, type.strides, dtype=dtype, device=type.device)
-
-
 class Body:
     """A computation as a function of tensors."""
 
@@ -222,39 +240,39 @@ class Body:
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Runs the operations one by one."""
         results: list[Any] = []
+        given = partial(_given, operands, results)
         for step in self.computation.steps:
             function = _FUNCTIONS.get(step.op) or function_of(step.op)
-            arguments = [_given(argument, operands, results) for argument in step.arguments]
-            keywords = {key: _given(value, operands, results) for key, value in step.keywords}
-            results.append(function(*arguments, **keywords))
+            arguments = [to_torch(argument, given) for argument in step.arguments]
+            results.append(
+                function(*arguments, **{key: to_torch(each, given) for key, each in step.keywords})
+            )
         returned = zip(self.computation.returns, self.computation.results, strict=True)
-        made = [_in_layout(_given(symbol, operands, results), type) for symbol, type in returned]
+        made = [_alone(given(symbol), type) for symbol, type in returned]
         for operand, result in self.computation.overwrites:
             made[result] = operands[operand].copy_(made[result])
         return tuple(made)
 
 
-def _given(argument: Argument, operands: Sequence[Tensor], results: Sequence[Any]) -> Any:
-    match argument:
-        case Symbol("operand", name):
-            return operands[int(name)]
-        case Symbol(kind, name) if kind == RESULT:
-            index, _, which = name.partition(".")
-            return results[int(index)][int(which)] if which else results[int(index)]
-        case Symbol("device", name):
-            return torch.device(name)
-        case Symbol(_, name):
-            return getattr(torch, name)
-        case tuple():
-            return [_given(item, operands, results) for item in argument]
-        case _:
-            return argument
+def _given(operands: Sequence[Tensor], results: Sequence[Any], argument: Value | Symbol) -> Any:
+    """Returns the tensor of an operand, or of a result."""
+    index, _, which = argument.name.partition(".")
+    if isinstance(argument, Symbol) and argument.kind == RESULT:
+        return results[int(index)][int(which)] if which else results[int(index)]
+    return operands[int(index)]
 
 
-def _in_layout(tensor: Tensor, type: TensorType) -> Tensor:
-    if tuple(tensor.stride()) == type.strides:
-        return tensor
-    return torch.ops.aten.copy.default(_empty(type), tensor)
+def _alone(tensor: Tensor, type: TensorType) -> Tensor:
+    """Returns a result that fills memory of its own, as it was traced: a part of another tensor would not."""
+    is_whole = tensor.untyped_storage().nbytes() == type.nbytes
+    return tensor if is_whole and tuple(tensor.stride()) == type.strides else _copied(tensor, type)
+
+
+def _copied(tensor: Tensor, type: TensorType) -> Tensor:
+    """Copies a result to memory of its own, with the strides of a type that fills its memory."""
+    order = sorted(range(tensor.dim()), key=lambda dim: (-type.strides[dim], -type.shape[dim]))
+    whole = tensor.permute(order).clone(memory_format=torch.contiguous_format)
+    return whole.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 def _dropout_product(data: Tensor, mask: Tensor, rate: float) -> Tensor:

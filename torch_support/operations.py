@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..ir import GENERATOR_STATE
+from .class_checks import CHECK_CLASSES, check_classes
 from .draws import (
     DROPOUT_BACKWARD,
     DROPOUT_MASK,
@@ -28,6 +29,7 @@ OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     DROPOUT_MASK: dropout_mask,
     DROPOUT_PRODUCT: dropout_product,
     DROPOUT_BACKWARD: dropout_backward,
+    CHECK_CLASSES: check_classes,
 }
 """The functions of irc that run operations for which torch has none."""
 

@@ -53,6 +53,7 @@ from ...ir import (
     allocation_bytes,
     nondeterminism,
 )
+from ...torch_support.arguments import constant_symbol
 from .generators import Generators
 from .loss_terms import kept_bytes
 from .place_annotations import Note, note_of
@@ -354,17 +355,12 @@ class _Translator:
                 return self.drawn_from[argument] if argument in self.drawn_from else self.values.get(argument)
             case tuple() | list():
                 return tuple(self._argument(item, node) for item in argument)
-            case torch.dtype():
-                return Symbol("dtype", str(argument).removeprefix("torch."))
-            case torch.device():
-                return Symbol("device", str(argument))
-            case torch.layout():
-                return Symbol("layout", str(argument).removeprefix("torch."))
-            case torch.memory_format():
-                return Symbol("memory_format", str(argument).removeprefix("torch."))
             case None | bool() | int() | float() | complex() | str():
                 return argument
             case _:
+                symbol = constant_symbol(argument)
+                if symbol is not None:
+                    return symbol
                 raise UnsupportedError(
                     "IRC334",
                     f"{node.target} takes an argument of type {type(argument).__name__}, "

@@ -185,6 +185,8 @@ class _GraphCheck:
         kept = self.graph.static_storages | self.graph.tangent_storages | self.graph.output_storages
         for value, index in taken.items():
             storage, made = value.storage, node.values[index].storage
+            if any(storage is g.storage for release in self.graph.releases for g in release.operands):
+                fail("IRC145", f"fused node {node.name} overwrites {value}, which is released", node)
             if node.region is not Region.BACKWARD or storage in kept:
                 fail("IRC145", f"fused node {node.name} overwrites {value}, which is not backward's", node)
             if storage.nbytes != made.nbytes or [v.storage for v in node.operands].count(storage) > 1:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...ir import (
     FUSED,
-    Argument,
     Gradients,
     Graph,
     IrcError,
@@ -36,7 +35,8 @@ from ...ir import (
     allocation_bytes,
     overwritten,
 )
-from ...torch_support.kernels import kernel_of
+from ...torch_support.arguments import to_torch
+from ...torch_support.kernels import kernel
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
 from .machines import machine_named
@@ -375,12 +375,17 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
     made = given or [made_up(value.type) for value in node.operands]
     if op == FUSED:
-        compiled = kernel_of(Kernel.of(node))
+        compiled = kernel(Kernel.of(node).text)
         return lambda: compiled([*made])
     operation = function_of(op)
     tensors = dict(zip(node.operands, made, strict=True))
-    arguments = [_materialize(argument, tensors) for argument in node.arguments]
-    keywords = {key: _materialize(argument, tensors) for key, argument in node.own_keywords}
+
+    def given_for(argument: Value | Symbol) -> Any:
+        is_tensor = isinstance(argument, Value)
+        return tensors[argument] if is_tensor else torch.Generator(argument.name.partition("@")[2])
+
+    arguments = [to_torch(argument, given_for) for argument in node.arguments]
+    keywords = {key: to_torch(argument, given_for) for key, argument in node.own_keywords}
     return lambda: operation(*arguments, **keywords)
 
 
@@ -400,22 +405,6 @@ def made_up(type: TensorType) -> Tensor:
 
 _DRAWN = 1 << 16
 """The elements of a made-up tensor that are drawn; the others repeat them, which takes less time."""
-
-
-def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
-    match argument:
-        case Value():
-            return tensors[argument]
-        case tuple():
-            return [_materialize(item, tensors) for item in argument]
-        case Symbol("generator", name):
-            return torch.Generator(name.partition("@")[2])
-        case Symbol("device", name):
-            return torch.device(name)
-        case Symbol(_, name):
-            return getattr(torch, name)
-        case _:
-            return argument
 
 
 _LONG_SECONDS = 0.02

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...ir import Argument, DType, Graph, Node, Storage, Symbol, TensorType, Trait, Value, allocation_bytes
+from ...ir import Argument, DType, Graph, Node, Storage, TensorType, Trait, Value, allocation_bytes
+from ...torch_support.arguments import constant_symbol, empty, to_torch
+from ...torch_support.class_checks import CHECK_CLASSES
 from ...torch_support.decompositions import COMPOSED, traced
 from ...torch_support.fusible import is_fusible
 from ...torch_support.operations import function_of
@@ -32,6 +34,9 @@ def with_parts(graph: Graph, is_wanted: Callable[[Node], bool]) -> tuple[Graph, 
     nodes: list[Node] = []
     whole: dict[Node, Node] = {}
     for node in graph.nodes:
+        if node.op in _LOSSES and is_wanted(node):
+            nodes += _with_checked_classes(node)
+            continue
         if node.op not in COMPOSED or not is_wanted(node):
             nodes.append(node)
             continue
@@ -44,6 +49,28 @@ def with_parts(graph: Graph, is_wanted: Callable[[Node], bool]) -> tuple[Graph, 
     return replace(graph, nodes=tuple(nodes)), whole
 
 
+_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+
+
+def _with_checked_classes(node: Node) -> Iterator[Node]:
+    """A loss of classes, which are checked before: a kernel cannot refuse a wrong one."""
+    data, target, weight, reduction, ignored = node.arguments
+    assert isinstance(data, Value) and isinstance(target, Value)
+    type, name = target.type, f"{node.name}_classes"
+    checked = Value(name, type, Storage(name, allocation_bytes(type.nbytes, type.device), type.device))
+    classes = data.type.shape[0 if len(data.type.shape) < 2 else 1]
+    yield replace(
+        node,
+        name=name,
+        op=CHECK_CLASSES,
+        arguments=(target, classes, ignored),
+        results=(checked,),
+        is_sequence=False,
+        traits=frozenset(),
+    )
+    yield replace(node, arguments=(data, checked, weight, reduction, ignored))
+
+
 def _traced(node: Node) -> fx.Graph | None:
     """The operation in simpler ones; None if one of these cannot be fused."""
     from torch._subclasses import FakeTensorMode
@@ -51,12 +78,12 @@ def _traced(node: Node) -> fx.Graph | None:
     function = function_of(node.op)
 
     def body(*operands: Tensor) -> Any:
-        given = dict(zip(node.operands, operands, strict=True))
-        arguments = [_given(argument, given) for argument in node.arguments]
-        return function(*arguments, **{key: _given(each, given) for key, each in node.keywords})
+        given: Any = dict(zip(node.operands, operands, strict=True)).__getitem__
+        arguments = [to_torch(argument, given) for argument in node.arguments]
+        return function(*arguments, **{key: to_torch(each, given) for key, each in node.keywords})
 
     with torch.no_grad(), FakeTensorMode():
-        graph = traced(body, [_empty(value.type) for value in node.operands]).graph
+        graph = traced(body, [empty(value.type) for value in node.operands]).graph
     graph.eliminate_dead_code()
     calls = [each for each in graph.nodes if each.op == "call_function" and not _is_item(each)]
     return graph if all(is_fusible(_name(each)) for each in calls) else None
@@ -68,25 +95,6 @@ def _is_item(node: fx.Node) -> bool:
 
 def _name(node: fx.Node) -> str:
     return str(node.target)
-
-
-def _empty(type: TensorType) -> Tensor:
-    dtype = getattr(torch, type.dtype.value)
-    return torch.empty_strided(type.shape, type.strides, dtype=dtype, device=type.device)
-
-
-def _given(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
-    match argument:
-        case Value():
-            return tensors[argument]
-        case tuple():
-            return [_given(item, tensors) for item in argument]
-        case Symbol("device", name):
-            return torch.device(name)
-        case Symbol(_, name):
-            return getattr(torch, name)
-        case _:
-            return argument
 
 
 class _Parts:
@@ -170,16 +178,8 @@ class _Parts:
                 return found
             case list() | tuple():
                 return tuple(self._argument(item) for item in argument)
-            case torch.dtype():
-                return Symbol("dtype", str(argument).removeprefix("torch."))
-            case torch.device():
-                return Symbol("device", str(argument))
-            case torch.layout():
-                return Symbol("layout", str(argument).removeprefix("torch."))
-            case torch.memory_format():
-                return Symbol("memory_format", str(argument).removeprefix("torch."))
             case _:
-                return argument
+                return constant_symbol(argument) or argument
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from functools import cached_property
 import networkx as nx
 
 from ...ir import Graph, Node, Region, Storage, Trait, Value, is_plain_argument, output_dependencies
-from ...torch_support.fusible import is_cheap, is_fusible
+from ...torch_support.fusible import DIVISIONS, is_cheap, is_fusible
 
 __all__ = ["FusionGroups", "dependencies"]
 
@@ -73,6 +73,7 @@ class FusionGroups:
             and all(v.type.is_dense and v.type.nbytes <= v.storage.nbytes for v in node.values)
             and is_plain_argument(node.arguments)
             and all(map(self._is_view_within, node.operands))
+            and (node.op not in DIVISIONS or all(type.dtype.value in _POINT for type in types))
             and all(is_plain_argument(argument) for _, argument in node.keywords)
         )
 
@@ -243,6 +244,5 @@ class _Group:
         return is_one and all(group.key == self.key for group in groups)
 
 
-_TYPES = frozenset(
-    ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "int16", "int8", "uint8")
-)
+_POINT = frozenset(("float32", "float64", "bfloat16", "float16"))
+_TYPES = _POINT | frozenset(("bool", "int64", "int32", "int16", "int8", "uint8"))

@@ -68,6 +68,8 @@ class _Last:
         storage, type = value.storage, value.type
         if storage in self.fixed or storage not in self.graph.producers or not type.is_dense:
             return None
+        if any(reader.releases is not None for reader in self.readers[storage]):
+            return None  # it may be the parameter's `.grad` now
         if type.nbytes != storage.nbytes or [v.storage for v in node.operands].count(storage) > 1:
             return None
         for once in (frozenset[Node](), self._summing(storage)):

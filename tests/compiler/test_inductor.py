@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ import irc
 from irc.compiler.compile import capture_call, prepared_call
 from irc.compiler.request import Request
 from irc.compiler.training import measured_peak_bytes
-from irc.ir import Kernel
-from irc.passes import FuseOperations, PassManager
+from irc.ir import FUSED, DType, Kernel, Step, Symbol, TensorType
+from irc.passes import Cost, FuseOperations, PassManager, Program
 from irc.passes.rewrites import fuse_operations
 from irc.tools.cli import main
 from irc.torch_support import kernels
@@ -141,17 +143,24 @@ def test_graphs_of_dynamo_have_kernels() -> None:
 
 def test_without_room_for_kernels_operations_are_planned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     module, args = network()
-    smallest = irc.optimize(
-        copy.deepcopy(module), args, "100%", compiler="inductor"
-    ).plan.minimum_budget_bytes
-    eager = irc.optimize(copy.deepcopy(module), args, "100%").plan.minimum_budget_bytes
-    if eager < smallest:
-        plan = irc.optimize(copy.deepcopy(module), args, eager, compiler="inductor").plan
-        assert (plan.compiler, plan.kernels) == ("inductor", 0)
-        assert "none of inductor" in plan.summary()
+    compiled = irc.optimize(copy.deepcopy(module), args, "100%", compiler="inductor").plan
+    whole = irc.optimize(copy.deepcopy(module), args, "100%").plan
+
+    def costs_of(step: Cost, program: Program) -> Program:
+        found = run(step, program)
+        assert found.costs is not None
+        large = {n: b + (n.op == FUSED) * 2**30 for n, b in found.costs.workspace_bytes.items()}
+        return replace(found, costs=replace(found.costs, workspace_bytes=large))
+
+    run = Cost.run
+    monkeypatch.setattr(Cost, "run", costs_of)
+    plan = irc.optimize(copy.deepcopy(module), args, whole.peak_bytes, compiler="inductor").plan
+    assert (plan.compiler, plan.kernels) == ("inductor", 0)
+    assert "none of inductor" in plan.summary()
     with pytest.raises(irc.BudgetError) as caught:
         irc.optimize(module, args, 1, compiler="inductor")
-    assert caught.value.minimum_bytes <= min(eager, smallest)
+    assert caught.value.minimum_bytes == whole.minimum_budget_bytes
+    assert compiled.kernels
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +205,106 @@ def test_no_kernel_is_begun_after_the_time_limit() -> None:
     program = prepared_call(capture_call(module, args, {}, request), request)
     kernels.forget()
     assert PassManager([FuseOperations(time_limit=-1.0)]).run(program) is program
+
+
+def test_a_class_out_of_range_is_an_error_and_not_the_end_of_the_process() -> None:
+    module, (x, labels) = network()
+    fitted = irc.optimize(copy.deepcopy(module), (x, labels), "100%", compiler="inductor")
+    wrong = labels.clone()
+    wrong[3] = CLASSES
+    for each in (module, fitted):
+        with pytest.raises(IndexError, match=f"Target {CLASSES} is out of bounds"):
+            each(x, wrong)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_losses_of_classes_are_eagers(reduction: str, *, is_weighted: bool) -> None:
+    class Loss(nn.Module):
+        weight: Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Conv2d(3, 5, 1)
+            self.register_buffer("weight", torch.rand(5) if is_weighted else None)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            scores = self.head(x)
+            return functional.cross_entropy(
+                scores, labels, self.weight, ignore_index=2, reduction=reduction
+            ).sum()
+
+    torch.manual_seed(0)
+    module, labels = Loss(), torch.randint(0, 5, (2, 4, 4))
+    args = torch.randn(2, 3, 4, 4), labels
+    fitted = irc.optimize(copy.deepcopy(module), args, "300%", compiler="inductor")
+    assert fitted.plan.kernels
+    (expected, _), (found, _) = _step(module, args), _step(fitted, args)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+SMALL, WHOLE = (TensorType.contiguous(shape, DType.FLOAT32) for shape in ((4, 8), (16, 8)))
+RELU = Step("aten.relu.default", (Symbol("operand", "0"),))
+ROWS = Step("aten.slice.Tensor", (Symbol("result", "0"), 0, 0, 4))
+FIRST, SECOND = Symbol("result", "0"), Symbol("result", "1")
+
+
+def test_each_result_has_memory_of_its_own_and_the_strides_that_were_traced() -> None:
+    x = torch.randn(16, 8)
+    part = kernels.kernel(Kernel((WHOLE,), (RELU, ROWS), (SECOND,), (SMALL,)).text)
+    (made,) = part([x])
+    assert made.untyped_storage().nbytes() == SMALL.nbytes
+    both = kernels.kernel(Kernel((WHOLE,), (RELU, ROWS), (FIRST, SECOND), (WHOLE, SMALL)).text)
+    first, second = both([x])
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    turned = TensorType((16, 8), DType.FLOAT32, (1, 16), "cpu")
+    loose = TensorType((1, 8), DType.FLOAT32, (3, 1), "cpu")
+    (column_first,) = kernels.kernel(Kernel((WHOLE,), (RELU,), (FIRST,), (turned,)).text)([x])
+    (row,) = kernels.kernel(Kernel((loose,), (RELU,), (FIRST,), (loose,)).text)([torch.randn(1, 8)])
+    assert (column_first.stride(), row.stride()) == ((1, 16), (3, 1))
+    assert torch.equal(column_first, x.relu())
+
+
+def test_a_tensor_that_is_not_laid_out_as_traced_is_an_error() -> None:
+    relu = kernels.kernel(Kernel((WHOLE,), (RELU,), (FIRST,), (WHOLE,)).text)
+    with pytest.raises(irc.IrcError) as caught:
+        relu([torch.randn(8, 16).t()])
+    assert caught.value.code == "IRC471"
+
+
+class Resized(nn.Module):
+    """A view of one image, whose traced strides are not those that it has when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm = nn.Parameter(torch.randn(1, 25, 8)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.rows[:, 1:17].transpose(1, 2).view(1, 8, 4, 4)
+        image = functional.interpolate(image, size=(4, 4), mode="bicubic")
+        return functional.gelu(self.norm(image.flatten(2).transpose(1, 2) + x)).square().mean()
+
+
+def test_what_a_kernel_would_read_by_wrong_strides_is_left_to_operations() -> None:
+    torch.manual_seed(0)
+    module, args = Resized(), (torch.randn(1, 16, 8),)
+    fitted = irc.optimize(copy.deepcopy(module), args, "300%", compiler="inductor")
+    (expected, _), (found, _) = _step(module, args), _step(fitted, args)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_folder_that_claims_other_kernels_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = ["--budget", "90%", "--compiler", "inductor", "-o", str(out)]
+    assert main(["optimize", f"{__file__}:network", *options]) == 0
+    plan = json.loads((out / "plan.json").read_text())
+    (out / "plan.json").write_text(json.dumps({**plan, "kernels": plan["kernels"] + 1}))
+    assert main(["run", str(out), "--steps", "1"])
+    assert "error[IRC129]: the program has" in capsys.readouterr().err
+    (out / "plan.json").write_text(json.dumps(plan))
+    program = out / "program.irc"
+    program.write_text(program.read_text().replace('result("0")', r'result("\u001b[31m")', 1))
+    assert main(["run", str(out), "--steps", "1"])
+    assert "\x1b" not in capsys.readouterr().err

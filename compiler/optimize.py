@@ -247,6 +247,12 @@ def optimize_module(
     model = unfitted(model)
     refuse_hooks(model)
     device = device_of(model, leaves)
+    if request.compiler is not None and device.type == "meta":
+        raise UsageError(
+            "IRC406",
+            "a model on the device meta has no kernels: nothing can be measured there",
+            help="leave compiler out, or give a model with data",
+        )
     tier_configs = request.tier_configs(device)
     have_offloaded = bool(request.plan.which)
     check_tier_configs(tier_configs, {str(device)}, have_offloaded=have_offloaded)

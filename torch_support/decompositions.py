@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -44,7 +44,19 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         aten.nll_loss_backward.default: _nll_loss_backward,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
     }
-    return {**select_decomp_table(), **own}
+    table = select_decomp_table()
+    for norm in (aten.native_layer_norm.default, aten.native_group_norm.default):
+        own[norm] = partial(_mixed_norm, table[norm])
+    return {**table, **own}
+
+
+def _mixed_norm(norm: Callable[..., Any], data: Tensor, *args: Any) -> Any:
+    """A norm, whose statistics have the type of its parameters, as in torch's kernels."""
+    types = {each.dtype for each in args if isinstance(each, Tensor)}
+    if data.dtype in (torch.bfloat16, torch.float16) and types == {torch.float32}:
+        made, mean, deviation = norm(data.float(), *args)
+        return made.to(data.dtype), mean, deviation
+    return norm(data, *args)
 
 
 def _nll_loss_forward(

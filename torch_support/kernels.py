@@ -192,27 +192,29 @@ def compiled(computation: Kernel) -> Compiled:
             made: Any = compile_fx_inner(graph, operands)
     except Exception as error:
         raise _not_compiled(computation, error) from error
-    return _checked(getattr(made, "current_callable", None) or made, computation.results)
+    return _checked(getattr(made, "current_callable", None) or made, computation)
 
 
-def _checked(run: Compiled, types: Sequence[TensorType]) -> Compiled:
+def _checked(run: Compiled, computation: Kernel) -> Compiled:
     """A kernel whose results have exactly the strides of their types, and that refuses operands of others.
 
     A kernel reads memory by the strides that were traced; other operations take tensors as they come. Strides
     of dimensions of size one, which Inductor leaves open, decide in what layout a convolution returns.
     """
     loose: list[tuple[int, TensorType]] | None = None
+    dtypes = [getattr(torch, type.dtype.value) for type in computation.operands]
+    types = computation.results
 
     def checked(operands: list[Tensor]) -> Sequence[Tensor]:
         nonlocal loose
+        if loose is None:  # Inductor's own checks leave out the types of elements
+            for operand, dtype in zip(operands, dtypes, strict=True):
+                if operand.dtype != dtype:
+                    raise _not_as_traced(f"its elements are {operand.dtype}, not {dtype}")
         try:
             made = run(operands)
         except AssertionError as error:
-            raise IrcError(
-                "IRC471",
-                f"a kernel was given a tensor that is not laid out as it was traced: {first_line(error)}",
-                help="leave compiler= out for this model, and report it",
-            ) from error
+            raise _not_as_traced(first_line(error)) from error
         if loose is None:
             loose = [(k, type) for k, type in enumerate(types) if made[k].stride() != type.strides]
         for k, type in loose:
@@ -220,6 +222,14 @@ def _checked(run: Compiled, types: Sequence[TensorType]) -> Compiled:
         return made
 
     return checked
+
+
+def _not_as_traced(why: str) -> IrcError:
+    return IrcError(
+        "IRC471",
+        f"a kernel was given a tensor that is not laid out as it was traced: {why}",
+        help="leave compiler= out for this model, and report it",
+    )
 
 
 def _not_compiled(computation: Kernel, error: Exception) -> UnsupportedError:
@@ -264,6 +274,8 @@ def _given(operands: Sequence[Tensor], results: Sequence[Any], argument: Value |
 
 def _alone(tensor: Tensor, type: TensorType) -> Tensor:
     """Returns a result that fills memory of its own, as it was traced: a part of another tensor would not."""
+    if (tensor.shape, tensor.dtype) != (type.shape, getattr(torch, type.dtype.value)):
+        raise ValueError(f"a result is {tensor.dtype}{list(tensor.shape)}, not the {type.dtype.value} traced")
     is_whole = tensor.untyped_storage().nbytes() == type.nbytes
     return tensor if is_whole and tuple(tensor.stride()) == type.strides else _copied(tensor, type)
 

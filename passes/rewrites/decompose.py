@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class _Parts:
             for each, value in zip(returned, self.whole.results, strict=True)
             if value is not None and isinstance(each, fx.Node)
         }
-        if len(results) < len(self.whole.values):
+        if len(results) < len(self.whole.values) or not all(starmap(_is_as_traced, results.items())):
             return None
         operands = iter(self.whole.operands)
         for each in self.graph.find_nodes(op="placeholder"):
@@ -163,8 +164,7 @@ class _Parts:
         )
 
     def _value(self, name: str, tensor: Tensor) -> Value:
-        dtype = DType(str(tensor.dtype).removeprefix("torch."))
-        type = TensorType(tuple(tensor.shape), dtype, tuple(tensor.stride()), str(tensor.device))
+        type = TensorType(tuple(tensor.shape), _dtype(tensor), tuple(tensor.stride()), str(tensor.device))
         storage = self.storages.get(_storage(tensor))
         return Value(
             name, type, storage or Storage(name, allocation_bytes(type.nbytes, type.device), type.device)
@@ -180,6 +180,16 @@ class _Parts:
                 return tuple(self._argument(item) for item in argument)
             case _:
                 return constant_symbol(argument) or argument
+
+
+def _is_as_traced(node: fx.Node, value: Value) -> bool:
+    """Whether the result of a part has the shape and the elements' type of that of the whole."""
+    tensor: Tensor = node.meta["val"]
+    return (tensor.shape, _dtype(tensor)) == (value.type.shape, value.type.dtype)
+
+
+def _dtype(tensor: Tensor) -> DType:
+    return DType(str(tensor.dtype).removeprefix("torch."))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -308,3 +308,54 @@ def test_a_folder_that_claims_other_kernels_is_refused(
     program.write_text(program.read_text().replace('result("0")', r'result("\u001b[31m")', 1))
     assert main(["run", str(out), "--steps", "1"])
     assert "\x1b" not in capsys.readouterr().err
+
+
+class Mixed(nn.Module):
+    """Norms that autocast leaves with parameters of 32 bits, between products in 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.layers, self.groups = nn.LayerNorm(64), nn.GroupNorm(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.groups(self.layers(functional.gelu(self.first(x))))
+        return (torch.sigmoid(self.second(y)) + x).square().mean()
+
+
+def test_statistics_of_norms_have_the_precision_of_their_parameters_under_autocast() -> None:
+    torch.manual_seed(0)
+    module, args = Mixed(), (torch.randn(16, WIDTH),)
+    with torch.autocast("cpu", torch.bfloat16):
+        fitted = irc.optimize(copy.deepcopy(module), args, "300%", compiler="inductor")
+    assert fitted.plan.kernels
+    exact, _ = _step(copy.deepcopy(module).double(), (args[0].double(),))
+    off: list[float] = []
+    for each in (module, fitted):
+        each.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(*args)
+        loss.backward()
+        pairs = zip((p.grad for p in each.parameters()), exact[1:], strict=True)
+        off.append(max(float((a.double() - b).norm() / b.norm()) for a, b in pairs if a is not None))
+    assert off[1] < 3 * off[0] + 1e-3
+
+
+def test_a_tensor_of_other_elements_than_traced_is_an_error() -> None:
+    relu = kernels.kernel(Kernel((SMALL,), (RELU,), (FIRST,), (SMALL,)).text)
+    kernels.forget()
+    with pytest.raises(irc.IrcError) as caught:
+        kernels.kernel(Kernel((SMALL,), (RELU,), (FIRST,), (SMALL,)).text)([torch.randn(4, 8).bfloat16()])
+    assert caught.value.code == "IRC471"
+    assert torch.equal(relu([torch.ones(4, 8)])[0], torch.ones(4, 8))
+    half = TensorType.contiguous((4, 8), DType.FLOAT16)
+    with pytest.raises(irc.UnsupportedError) as refused:
+        kernels.kernel(Kernel((SMALL,), (RELU,), (FIRST,), (half,)).text)
+    assert refused.value.code == "IRC470"
+
+
+def test_a_model_without_data_has_no_kernels() -> None:
+    with torch.device("meta"):
+        module, x = nn.Linear(4, 4), torch.empty(2, 4)
+    with pytest.raises(irc.UsageError, match="device meta has no kernels"):
+        irc.optimize(module, (x,), "100%", compiler="inductor")

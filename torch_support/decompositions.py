@@ -14,13 +14,9 @@ from torch import Tensor, fx
 
 __all__ = ["COMPOSED", "decompositions", "traced"]
 
-COMPOSED = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        *("_softmax", "_log_softmax", "native_layer_norm", "native_group_norm"),
-        "_native_batch_norm_legit_functional",
-    )
-)
+_NORMS = ("native_layer_norm", "native_group_norm", "_native_batch_norm_legit_functional")
+
+COMPOSED = frozenset(f"aten.{name}.default" for name in ("_softmax", "_log_softmax", *_NORMS))
 """The operations of forward that are taken apart: what a kernel makes again of them is the part that goes
 element by element, and what it reads are their sums."""
 
@@ -45,18 +41,23 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         aten.nll_loss2d_backward.default: _nll_loss_backward,
     }
     table = select_decomp_table()
-    for norm in (aten.native_layer_norm.default, aten.native_group_norm.default):
-        own[norm] = partial(_mixed_norm, table[norm])
+    for name in (*_NORMS, *(f"{name}_backward" for name in _NORMS[:2]), "native_batch_norm_backward"):
+        norm = getattr(aten, name).default
+        own[norm] = partial(_in_32_bits, table[norm])
     return {**table, **own}
 
 
-def _mixed_norm(norm: Callable[..., Any], data: Tensor, *args: Any) -> Any:
-    """A norm, whose statistics have the type of its parameters, as in torch's kernels."""
+def _in_32_bits(norm: Callable[..., Any], data: Tensor, *args: Any) -> Any:
+    """A norm, or its backward, in the type of its parameters if these have 32 bits, as torch's kernels.
+
+    The first result has the type of the data; statistics and gradients of parameters have that of parameters.
+    """
     types = {each.dtype for each in args if isinstance(each, Tensor)}
-    if data.dtype in (torch.bfloat16, torch.float16) and types == {torch.float32}:
-        made, mean, deviation = norm(data.float(), *args)
-        return made.to(data.dtype), mean, deviation
-    return norm(data, *args)
+    if data.dtype not in (torch.bfloat16, torch.float16) or torch.float32 not in types:
+        return norm(data, *args)
+    wide = [each.float() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+    first, *others = norm(data.float(), *wide)
+    return None if first is None else first.to(data.dtype), *others
 
 
 def _nll_loss_forward(

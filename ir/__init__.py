@@ -18,6 +18,7 @@ from .errors import (
 from .extras import EXTRAS, require
 from .fused import (
     FUSED,
+    KERNELS_FORM,
     RESULT,
     Kernel,
     Step,
@@ -95,6 +96,7 @@ __all__ = [
     "EXTRAS",
     "FUSED",
     "GENERATOR_STATE",
+    "KERNELS_FORM",
     "LOAD",
     "NONDETERMINISTIC",
     "PAUSE",

@@ -13,6 +13,7 @@ from .types import DType, TensorType, Value
 
 __all__ = [
     "FUSED",
+    "KERNELS_FORM",
     "RESULT",
     "Kernel",
     "Step",
@@ -30,6 +31,9 @@ __all__ = [
 FUSED = "irc.fused.default"
 """The operation whose arguments are the operations that it runs, one tuple (name, arguments, keywords) for
 each. The keyword `returns` names the results that it returns."""
+
+KERNELS_FORM = 2
+"""The way in which kernels are made of operations: costs that were measured of another one do not count."""
 
 RESULT = "result"
 """The kind of a symbol for the result of an operation within: `3`, or `3.1` for one of several."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from ...ir import GENERATOR_STATE, Argument, DType, Graph, Node, TensorType, Trait, Value
+from ...ir import FUSED, GENERATOR_STATE, KERNELS_FORM, Argument, DType, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
 from .no_workspace import is_elementwise, is_plain_product
 from .packed_products import is_packed_product, is_unpacking, packed_product_flops, unpacked_bytes
@@ -231,7 +231,8 @@ def signature(node: Node) -> str:
     order = {value: index for index, value in enumerate(node.operands)}
     parts = [_describe(argument, order) for argument in node.arguments]
     parts += [f"{key}={_describe(argument, order)}" for key, argument in node.own_keywords]
-    return f"{node.op}({', '.join(parts)})"
+    form = f"#{KERNELS_FORM}" if node.op == FUSED else ""
+    return f"{node.op}{form}({', '.join(parts)})"
 
 
 def _describe(argument: Argument, order: Mapping[Value, int]) -> str:

@@ -354,8 +354,8 @@ def _whole_or_tiled(
         return fitting[-1]
 
     def tiled(tiles: int) -> Program | None:
-        in_tiles = PassManager([request.in_tiles(tiles)], request.observers).run(program)
-        if in_tiles is program:
+        in_tiles = PassManager([*request.in_tiles(tiles)], request.observers).run(program)
+        if not in_tiles.tiles:
             return None
         in_tiles = replace(in_tiles, original=None, kernels=costed_call(program, request))
         return planned(in_tiles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from ..passes import (
     Cost,
     FuseOperations,
     HoldForwards,
+    LossGradientsInForward,
     Observer,
     OfferTiers,
     Pass,
@@ -313,12 +314,17 @@ class Request:
         """Whether operations run to see which others give the same bits: not if a machine is described."""
         return any(isinstance(step, SplitConvolutions) and step.transpose for step in self.rewrites)
 
-    def in_tiles(self, tiles: int) -> TileRows:
-        """The pass that runs layers in tiles, where their numbers may be off as the request says."""
+    def in_tiles(self, tiles: int) -> Iterator[Pass]:
+        """Yields the passes that run layers in tiles, where their numbers may be off as the request says.
+
+        Kernels round otherwise anyway: beside them, the gradients of a loss head are computed in forward.
+        """
+        if self.compiler is not None and self.exact == SUMS:
+            yield LossGradientsInForward()
         most_bytes = self.bounded_cost.most_bytes
         if self.cost.measure is None:
             most_bytes = min(most_bytes or _MOST_RUN_BYTES, _MOST_RUN_BYTES)
-        return TileRows(tiles, exact=self.exact is True, compare=self.compares_kernels, most_bytes=most_bytes)
+        yield TileRows(tiles, exact=self.exact is True, compare=self.compares_kernels, most_bytes=most_bytes)
 
     @property
     def fusing(self) -> FuseOperations | None:

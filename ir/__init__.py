@@ -32,7 +32,7 @@ from .fused import (
     steps_of,
     with_overwritten,
 )
-from .gradient_dependencies import output_dependencies, zero_without
+from .gradient_dependencies import is_linear, output_dependencies, zero_without
 from .graph import (
     ACCUMULATE_GRADIENT,
     APPLY_GRADIENT,
@@ -181,6 +181,7 @@ __all__ = [
     "format_bytes",
     "fused_arguments",
     "generator_state_type",
+    "is_linear",
     "is_plain_argument",
     "liveness",
     "loss_waiting_bytes",

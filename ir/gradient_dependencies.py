@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .fused import FUSED, RESULT, place_of, steps_of
 from .graph import Argument, Graph, InputRole, Node, Symbol, values_in
 from .types import Value
 
-__all__ = ["output_dependencies", "zero_without"]
+__all__ = ["is_linear", "output_dependencies", "zero_without"]
 
 _Outputs = frozenset[int]
 
@@ -89,7 +89,7 @@ _OF_FIRST = frozenset(
     }
 )
 """Operations that are linear in the first argument. torch's backwards are linear in the gradient too."""
-_OF_EITHER = frozenset({"bmm", "convolution", "dot", "mm", "mul", "mv"})
+_OF_EITHER = frozenset({"bmm", "convolution", "dot", "mm", "mul", "mul_", "mv"})
 """Operations whose result is zero if one of the first two arguments is."""
 _OF_ALL = {
     "add.Tensor": (0, 1),
@@ -130,6 +130,28 @@ def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     found = [_all(node.arguments[position], zero) for position in positions]
     known = [each for each in found if each is not None]
     return frozenset[int]().union(*known) if len(known) == len(found) else None
+
+
+def is_linear(node: Node, reached: Collection[Value]) -> bool:
+    """Whether the results of an operation are known to be linear in these operands, all at once."""
+    namespace, _, overload = node.op.partition(".")
+    name = overload.partition(".")[0]
+    if namespace not in ("aten", "irc") or any(True for _, each in node.keywords for _ in values_in(each)):
+        return False
+    read = [index for index, each in enumerate(node.arguments) if not _none_of(each, reached)]
+    if name in _OF_EITHER:
+        return read in ([0], [1])
+    is_of_first = name in _OF_FIRST or name.endswith(_BACKWARDS)
+    positions = [0] if is_of_first else [*_OF_ALL.get(overload, ())]
+    return (
+        bool(positions)
+        and read == positions
+        and all(value in reached for index in read for value in values_in(node.arguments[index]))
+    )
+
+
+def _none_of(argument: Argument, values: Collection[Value]) -> bool:
+    return not any(value in values for value in values_in(argument))
 
 
 def _zero_of_all(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:

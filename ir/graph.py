@@ -75,7 +75,7 @@ class Trait(Enum):
     RANDOM = "random"
     """Draws from the generator: runs in the original order, and again only from a state that it reads."""
     EFFECT = "effect"
-    """Writes its first operand (a buffer, or a sum that backward makes): runs once, in the original order."""
+    """Writes its first operand (a buffer, or a sum that grows): runs once, in the original order."""
     PINNED = "pinned"
     """Reads a storage that an effect overwrites later: running it again would give other numbers."""
     NONDETERMINISTIC = "nondeterministic"
@@ -471,14 +471,15 @@ class Graph:
     def copyable_storages(self) -> frozenset[Storage]:
         """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's.
 
-        Offloaded parameters are copied too; they are not among these.
+        Offloaded parameters are copied too; they are not among these, nor are sums that grow in place.
         """
         found: set[Storage] = set()
+        written = {node.operands[0].storage for node in self.nodes if Trait.EFFECT in node.traits}
         for storage, node in self.producers.items():
             if node.op == LOAD:
                 continue
             made = [value.type for value in node.values if value.storage is storage]
-            if storage in self.output_storages or not storage.nbytes or len(made) != 1:
+            if storage in self.output_storages | written or not storage.nbytes or len(made) != 1:
                 continue
             whole_bytes = allocation_bytes(made[0].nbytes, storage.device)
             if made[0].is_dense and made[0].device == storage.device and whole_bytes == storage.nbytes:

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .graph import Graph, Input, InputRole, OutputRole, Region
+from .graph import Graph, Input, InputRole, OutputRole
 from .types import Storage
 
 __all__ = ["Others", "gradient_bytes", "loss_waiting_bytes", "others_after", "others_before"]
@@ -100,19 +100,24 @@ def gradient_bytes(graph: Graph) -> int:
 
 
 def _finished_bytes(graph: Graph) -> int:
-    forward = {s for s, node in graph.producers.items() if node.region is Region.FORWARD}
     of_inputs = {s for e, s in _gradients(graph) if e.role is InputRole.INPUT}
-    return _sum((graph.output_storages & forward) | of_inputs) + graph.loss_held_bytes
+    return _sum((graph.output_storages & _results(graph)) | of_inputs) + graph.loss_held_bytes
 
 
 def _gradients(graph: Graph) -> Iterator[tuple[Input, Storage]]:
     """The inputs whose gradients backward makes, each with the gradient's storage."""
     entries = {f"{i.role.value}:{i.target}": i for i in graph.inputs}
+    results = _results(graph)
     for output in graph.outputs:
         if output.role is OutputRole.GRADIENT and output.value is not None:
-            maker = graph.producers.get(output.value.storage)
-            if maker is not None and maker.region is Region.BACKWARD:
-                yield entries[output.target], output.value.storage
+            storage = output.value.storage
+            if storage in graph.producers and storage not in results:
+                yield entries[output.target], storage
+
+
+def _results(graph: Graph) -> set[Storage]:
+    """The storages that forward returns."""
+    return {o.value.storage for o in graph.outputs if o.role is OutputRole.OUTPUT and o.value is not None}
 
 
 def _sum(storages: Iterable[Storage]) -> int:

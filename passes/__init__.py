@@ -16,6 +16,7 @@ from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
 from .rewrites.fuse_operations import FuseOperations
 from .rewrites.hold_forwards import HoldForwards
+from .rewrites.loss_gradients import LossGradientsInForward
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
 from .rewrites.row_regions import row_regions
@@ -30,6 +31,7 @@ __all__ = [
     "Costs",
     "FuseOperations",
     "HoldForwards",
+    "LossGradientsInForward",
     "Machine",
     "Observer",
     "OfferTiers",

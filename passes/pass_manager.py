@@ -18,6 +18,7 @@ from .program import Program
 from .progress import Progress, report
 from .rewrites.fuse_operations import FuseOperations
 from .rewrites.hold_forwards import HoldForwards
+from .rewrites.loss_gradients import LossGradientsInForward
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
@@ -54,6 +55,7 @@ _PASSES: dict[str, type[Any]] = {
         ReleaseGradients,
         ReplayDraws,
         SplitConvolutions,
+        LossGradientsInForward,
         TileRows,
         FuseOperations,
         HoldForwards,

@@ -162,8 +162,8 @@ class MicroBatch:
         whole = MicroBatch(captured, program, stage.cost, steps, stage.on(_device(program)).tiers, again)
 
         def tiled(number: int) -> MicroBatch | None:
-            in_tiles = PassManager([stage.in_tiles(number)]).run(prepared)
-            if in_tiles is prepared:
+            in_tiles = PassManager([*stage.in_tiles(number)]).run(prepared)
+            if not in_tiles.tiles:
                 return None
             costed = stage.cost.run(replace(in_tiles, original=None))
             return replace(whole, program=costed, time_steps=None)

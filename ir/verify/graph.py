@@ -72,8 +72,8 @@ class _GraphCheck:
         self.after_loss: set[Value] = set()
         """Tangents, and the values that backward nodes write."""
         self.allocated: set[Storage] = set()
-        self.backward: set[Storage] = set()
-        """Storages that backward allocates: sums that effects of backward add to."""
+        self.made: set[Storage] = set()
+        """Storages that nodes allocate: sums that effects add to, or scale."""
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
         self.exchanged: set[tuple[str, Region, str]] = set()
         self.generator_state: tuple[Value, object] | None = None
@@ -107,8 +107,7 @@ class _GraphCheck:
             self.draw(node)
             if node.op == FUSED:
                 self.fused(node)
-            if node.region is Region.BACKWARD:
-                self.backward.update({value.storage for value in node.values} - self.allocated)
+            self.made.update({value.storage for value in node.values} - self.allocated)
             self.allocated.update(value.storage for value in node.values)
         self.outputs()
 
@@ -215,7 +214,8 @@ class _GraphCheck:
     def effect(self, node: Node) -> None:
         operands = node.operands
         written = operands[0].storage if operands else None
-        is_sum = node.region is Region.BACKWARD and written in self.backward and node.releases is None
+        may_be_sum = node.region is Region.BACKWARD or Trait.REORDERED in node.traits
+        is_sum = may_be_sum and written in self.made and node.releases is None
         if node.is_view or not (written in self.static or is_sum):
             fail("IRC119", f"effect {node.name} does not write a static storage by its first operand", node)
         if is_sum and Trait.REORDERED not in node.traits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..graph import Gradients, Graph, InputRole, Node, Region, Trait
+from ..graph import Gradients, Graph, InputRole, Node, OutputRole, Trait
 from ..types import Storage, Value
 
 __all__ = ["IN_ORDER", "GraphFacts"]
@@ -88,12 +88,12 @@ class GraphFacts:
 
     def _read_outputs(self) -> None:
         entries = {f"{i.role.value}:{i.target}": i for i in self.graph.inputs}
+        results = {o.value.storage for o in self.graph.outputs if o.value and o.role is OutputRole.OUTPUT}
         for output in self.graph.outputs:
             storage = output.value.storage if output.value is not None else None
             if storage is None or storage not in self.producer:
                 continue
-            made_forward = self.producer[storage].region is Region.FORWARD
-            if made_forward or entries[output.target].role is InputRole.INPUT:
+            if storage in results or entries[output.target].role is InputRole.INPUT:
                 self.left.add(storage)
             else:
                 value = entries[output.target].value

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ...ir import DType, Graph, Node, Region, Storage, Trait, Value, values_in
 from .row_rules import COPIES, SLICE, Rows, RowValues, UntileableError, rows_through
 
-__all__ = ["LOSS", "Half", "RowRegion", "order_around", "row_regions"]
+__all__ = [
+    "EACH",
+    "LOSS",
+    "LOSS_GRADIENT",
+    "MEAN",
+    "TOTAL",
+    "Half",
+    "RowRegion",
+    "order_around",
+    "row_regions",
+]
 
 LOSS = "aten.nll_loss_forward.default"
 """The operation whose losses of rows are joined and summed as it does, whatever the tiles."""
 
-_CLASSES = {LOSS: 1, "aten.nll_loss_backward.default": 2}
+LOSS_GRADIENT = "aten.nll_loss_backward.default"
+EACH, MEAN, TOTAL = 0, 1, 2
+"""The reductions of a loss: to that of each row, to their mean, and to their sum."""
+
+_CLASSES = {LOSS: 1, LOSS_GRADIENT: 2}
 """The place of the classes among the arguments; what is ignored is the one after the next but one."""
 
 _SOFTMAX = "aten._log_softmax.default"
@@ -76,7 +91,7 @@ The gradient of a head in bfloat16 is off from that in float64 by .3% whole, .5%
 
 def row_regions(graph: Graph) -> list[RowRegion]:
     """Returns the regions of a graph that can be tiled, loss heads first."""
-    around, readers = _around(graph), _readers(graph)
+    around, readers, scaled = _around(graph), _readers(graph), _scaled(graph)
     found: list[RowRegion] = []
     taken: set[Node] = set()
     seen: set[Storage] = set()
@@ -84,14 +99,14 @@ def row_regions(graph: Graph) -> list[RowRegion]:
         if node in taken or wide.storage in seen:
             continue
         seen.add(wide.storage)
-        nodes = _grown(graph, around, wide, rows, [node])
+        nodes = _grown(graph, around, scaled, wide, rows, [node])
         if nodes is None:
             continue
         seen |= {value.storage for node in nodes for value in node.values}
         made = [value for node in nodes for value in node.values]
         needed = [v for v in made if any(reader not in nodes for reader in readers.get(v, ()))]
         region = RowRegion(rows.held(wide.type.shape), wide.type.nbytes, nodes, needed)
-        if taken.isdisjoint(nodes) and _is_separable(region):
+        if taken.isdisjoint(nodes) and _is_separable(region, scaled):
             found.append(region)
             taken.update(nodes)
     if order_around(graph, found) is not None:
@@ -141,7 +156,12 @@ def _hidden(graph: Graph) -> Iterator[tuple[Value, Rows, Node]]:
 
 
 def _grown(
-    graph: Graph, around: Mapping[Storage, list[Node]], wide: Value, rows: Rows, pending: list[Node]
+    graph: Graph,
+    around: Mapping[Storage, list[Node]],
+    scaled: AbstractSet[Storage],
+    wide: Value,
+    rows: Rows,
+    pending: list[Node],
 ) -> dict[Node, RowValues] | None:
     """All nodes around tensors as wide as one; None if one of them mixes rows, or has a place to keep."""
     shape = wide.type.shape
@@ -154,7 +174,10 @@ def _grown(
         if node is None:
             return None
         pending.remove(node)
-        if node.traits - {Trait.VIEW} or node.annotation is not None:
+        traits = node.traits - {Trait.VIEW}
+        if all(value.storage in scaled for value in node.values):
+            traits -= {Trait.PINNED}  # the sum itself may grow by one tile after the other
+        if traits or node.annotation is not None:
             if _only_makes(node, known):
                 continue
             return None
@@ -187,7 +210,13 @@ def _around(graph: Graph) -> dict[Storage, list[Node]]:
     return found
 
 
-def _is_separable(region: RowRegion) -> bool:
+def _scaled(graph: Graph) -> set[Storage]:
+    """The sums that forward makes and backward scales in their place."""
+    written = {node.operands[0].storage for node in graph.nodes if Trait.EFFECT in node.traits}
+    return written - graph.static_storages
+
+
+def _is_separable(region: RowRegion, scaled: AbstractSet[Storage]) -> bool:
     """Whether the tiles can run one after the other, and nothing else needs the wide tensors."""
     makers = {value: node for node in region.nodes for value in node.values}
     sums = set(region.sums)
@@ -204,14 +233,16 @@ def _is_separable(region: RowRegion) -> bool:
                     return False
             elif value not in its.rows and (node.region, maker.region) != (Region.BACKWARD, Region.FORWARD):
                 return False  # read whole, before all tiles have run
-        if its.sums and (node.op not in _SUMS or node.region is Region.FORWARD):
+        is_kept = node.region is Region.BACKWARD or all(value.storage in scaled for value in its.sums)
+        if its.sums and not (node.op in _SUMS and is_kept):
             return False
         if not node.is_view and not all(
             value in its.sums or value.type.is_contiguous for value in node.values
         ):
             return False
     needed = set(region.needed)
-    return all(map(region.half, Region)) and not any(
+    has_gradient = region.half(Region.BACKWARD) or any(node.op == LOSS_GRADIENT for node in region.nodes)
+    return bool(region.half(Region.FORWARD) and has_gradient) and not any(
         value in needed and (node.is_view or value not in (*_whole(its), *its.sums))
         for node, its in region.nodes.items()
         if node.op != LOSS
@@ -244,7 +275,8 @@ def order_around(graph: Graph, regions: Iterable[RowRegion]) -> list[Node | Half
     half_of = {node: half for half, nodes in halves.items() for node in nodes}
     turn: dict[Node | Half, int] = {}
     """The places of those that keep their order."""
-    turn.update((node, i) for i, node in enumerate(n for n in graph.nodes if n.traits - {Trait.VIEW}))
+    kept = (node for node in graph.nodes if node.traits - {Trait.VIEW} and node not in half_of)
+    turn.update((node, i) for i, node in enumerate(kept))
     ready = 0
     done: dict[Node | Half, None] = {}
     begun: dict[Node | Half, Iterator[Node | Half]] = {}

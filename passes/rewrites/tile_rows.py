@@ -23,7 +23,7 @@ from ...ir import (
 )
 from ..program import Program
 from .compare_rows import RowsOf, compare_rows
-from .row_regions import LOSS, RowRegion, order_around, row_regions
+from .row_regions import EACH, LOSS, TOTAL, RowRegion, order_around, row_regions
 from .row_rules import COPIES, DIMS, SLICE, SLICE_BACKWARD, SWAP, Kept, Rows, RowValues, is_pointwise
 
 __all__ = ["TileRows"]
@@ -32,9 +32,6 @@ _NOT_COUNTED = -100
 """The class of a row that does not count, in the sum over the rows of all tiles."""
 
 _TRANSPOSE = "aten.t.default"
-_EACH, _MEAN, _TOTAL = 0, 1, 2
-"""The reductions of a loss: to that of each row, to their mean, and to their sum."""
-
 _PRODUCT = "aten.mm.default"
 _ADD_IN_PLACE = {
     _PRODUCT: "aten.addmm_.default",
@@ -190,7 +187,7 @@ class _Tiling:
         ]
         self.of_tile: list[dict[Value, Value]] = [{} for _ in self.bounds]
         """The part that each tile has of each value."""
-        each = (node for node in whole.nodes if node.op == LOSS and node.arguments[3] == _EACH)
+        each = (node for node in whole.nodes if node.op == LOSS and node.arguments[3] == EACH)
         self.counts = {node.results[1] for node in each}
         """What each tile has of its own of losses that are not summed: the number of rows that count."""
         self.flat: dict[Value, Value] = {}
@@ -242,13 +239,13 @@ class _Tiling:
         if its.sums:
             self._sum(node, own, parts, is_first=is_first, is_last=is_last)
             return
-        if node.op == LOSS and node.arguments[3] != _EACH:
-            reduction = _EACH if node.arguments[2] is None else _TOTAL
+        if node.op == LOSS and node.arguments[3] != EACH:
+            reduction = EACH if node.arguments[2] is None else TOTAL
             own = replace(own, arguments=(*arguments[:3], reduction, *arguments[4:]))
         for value in node.values:
             rows = its.rows.get(value)
             shape = value.type.shape if rows is None else rows.of(value.type.shape, self._length(tile))
-            if node.op == LOSS and value is node.results[0] and own.arguments[3] == _EACH:
+            if node.op == LOSS and value is node.results[0] and own.arguments[3] == EACH:
                 shape = (self._length(tile),)
             parts[value] = self._value(f"{value.name}_tile{tile}", shape, value.type)
         own = replace(own, results=tuple(None if v is None else parts[v] for v in node.results))
@@ -425,7 +422,7 @@ class _Tiling:
         """Adds the losses of the tiles, and the weights of their classes, by which a mean is divided."""
         losses, weights = node.results
         assert losses is not None and weights is not None
-        total = losses if node.arguments[3] == _TOTAL else self._value(f"{node.name}_sum", (), losses.type)
+        total = losses if node.arguments[3] == TOTAL else self._value(f"{node.name}_sum", (), losses.type)
         for value, made in ((losses, total), (weights, weights)):
             parts = tuple(parts[value] for parts in self.of_tile)
             each = self._value(f"{made.name}_tiles", (len(parts),), value.type)

@@ -107,6 +107,23 @@ def test_a_backward_that_retains_its_graph_may_run_again() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+def test_tiles_of_a_head_make_their_gradients_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("irc.compiler.tiles._LEAST_BYTES", 1 << 12)
+    module, args = Network(1), (torch.randn(256, WIDTH), torch.randint(0, CLASSES, (256,)))
+    with pytest.raises(irc.BudgetError) as refused:
+        irc.optimize(copy.deepcopy(module), args, "10%", compiler="inductor")
+    budget = refused.value.minimum_bytes * 9 // 10
+    fitted = irc.optimize(copy.deepcopy(module), args, budget, compiler="inductor", exact="sums")
+    assert fitted.plan.fused_operations and "head.weight" in {each.name for each in fitted.plan.reordered}
+    fitted = pickle.loads(pickle.dumps(fitted))
+    for _ in range(2):
+        (expected, state), (found, state_after) = _step(module, args), _step(fitted, args)
+        assert torch.equal(state, state_after)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    fitted.zero_grad(set_to_none=True)
+    assert 0 <= fitted.plan.peak_bytes - measured_peak_bytes(fitted, args, fitted.plan.static_bytes) <= 64
+
+
 def test_a_fitted_module_trains_when_it_comes_from_a_pickle() -> None:
     module, args = network()
     fitted = irc.optimize(module, args, "100%", compiler="inductor")

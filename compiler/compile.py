@@ -40,7 +40,7 @@ from ..ir import (
     count_kernels,
     reordered,
 )
-from ..passes import PassManager, Program
+from ..passes import PassManager, Program, step_memory
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
@@ -546,11 +546,13 @@ def emitted_call(
     compiled = compile_program(program.schedule, captured.constants, captured.generators, slots, lengths)
     kept = {**reserved.reserved, **dict(_released(program.graph))}
     fresh = [name for name in compiled.released if name not in reserved.reserved]
+    plan = program.plan if lengths is not None else replace(program.plan, memory=step_memory(program))
+    program = replace(program, plan=plan)
     return CompiledCall(
         CompiledPlan(
             compiled,
             captured.signature,
-            program.plan,
+            plan,
             reserved=kept,
             names=names,
             answers=TraceAnswers(captured.mode.compiling, captured.mode.exporting),

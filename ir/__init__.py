@@ -59,6 +59,15 @@ from .graph import (
 )
 from .live_forwards import Others, loss_waiting_bytes, others_after, others_before
 from .liveness import Timeline, liveness, resident_before, stored_bytes
+from .memory_timeline import (
+    Kind,
+    MemoryTimeline,
+    Resident,
+    StepMemory,
+    TierCopy,
+    TimelineStep,
+    memory_timeline,
+)
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .pipeline.schedule import Action, InFlight, PipelineSchedule, Work
 from .pipeline.timing import (
@@ -132,8 +141,10 @@ __all__ = [
     "Instruction",
     "IrcError",
     "Kernel",
+    "Kind",
     "Location",
     "Loss",
+    "MemoryTimeline",
     "Node",
     "Offload",
     "OffloadedParameter",
@@ -149,16 +160,19 @@ __all__ = [
     "Policy",
     "Region",
     "Reordered",
+    "Resident",
     "Schedule",
     "Signature",
     "Slot",
     "StageCost",
     "Step",
+    "StepMemory",
     "StepTimes",
     "Storage",
     "Symbol",
     "TensorType",
     "Tier",
+    "TierCopy",
     "TierError",
     "TierRequest",
     "TierUse",
@@ -166,6 +180,7 @@ __all__ = [
     "TimedAction",
     "TimedTransfer",
     "Timeline",
+    "TimelineStep",
     "Trait",
     "Transfer",
     "UnsupportedError",
@@ -185,6 +200,7 @@ __all__ = [
     "is_plain_argument",
     "liveness",
     "loss_waiting_bytes",
+    "memory_timeline",
     "named_annotations",
     "nondeterminism",
     "operation_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from .annotation import Annotation, Policy, named_annotations
 from .errors import UsageError
 from .files import read_json, write_whole
 from .graph import Gradients
+from .memory_timeline import StepMemory
 from .printable import printable
 from .reordered import Reordered, reordered_lines
 from .units import format_bytes
@@ -149,6 +150,8 @@ class Plan:
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
             the static bytes.
+        memory: The memory of the step and of the original's, tensor by tensor, which `timeline` returns; None
+            if it is not known. It is not part of the JSON form.
     """
 
     budget_bytes: int
@@ -180,6 +183,21 @@ class Plan:
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
     offloaded_bytes: int = 0
+    memory: StepMemory | None = field(default=None, compare=False, repr=False)
+
+    def timeline(self) -> StepMemory:
+        """Returns the memory of the step and of the original's, tensor by tensor.
+
+        Raises:
+            UsageError: IRC595 if this plan does not know it: it came from a file, or from a range of lengths.
+        """
+        if self.memory is None:
+            raise UsageError(
+                "IRC595",
+                "this plan does not know the memory of its step",
+                help="take the plan of irc.optimize without dynamic=, or a folder written by irc optimize -o",
+            )
+        return self.memory
 
     @property
     def gap(self) -> float:
@@ -324,7 +342,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready data, with the derived gap."""
-        return {"format": _FORMAT, **asdict(self), "gap": self.gap}
+        known = asdict(replace(self, memory=None))
+        del known["memory"]
+        return {"format": _FORMAT, **known, "gap": self.gap}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
@@ -336,7 +356,7 @@ class Plan:
         try:
             if data["format"] != _FORMAT:
                 raise KeyError(data["format"])
-            given = (f.name for f in fields(Plan) if f.name in data or f.default is MISSING)
+            given = (f.name for f in _written() if f.name in data or f.default is MISSING)
             known = {name: data[name] for name in given}
             Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
@@ -381,6 +401,11 @@ class Plan:
         return Plan.from_json(data)
 
 
+def _written() -> Iterator[Field[Any]]:
+    """The fields of a plan that its JSON form has."""
+    return (each for each in fields(Plan) if each.name != "memory")
+
+
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "int | None": (int, type(None)),
@@ -398,10 +423,10 @@ _MOST = 1 << 63
 
 def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
-    for field in fields(record):
-        value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))
+    for each in _written() if isinstance(record, Plan) else fields(record):
+        value, wanted = getattr(record, each.name), _KINDS.get(str(each.type), (tuple,))
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            raise TypeError(f"{field.name} is {value!r}")
-        least = -1 if field.name in _SIGNED else 0
+            raise TypeError(f"{each.name} is {value!r}")
+        least = -1 if each.name in _SIGNED else 0
         if isinstance(value, int | float) and not least <= value < _MOST:
-            raise ValueError(f"{field.name} is {value!r}; it is a number from {least} on, below 2**63")
+            raise ValueError(f"{each.name} is {value!r}; it is a number from {least} on, below 2**63")

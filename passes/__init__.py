@@ -22,6 +22,7 @@ from .rewrites.replay_draws import ReplayDraws
 from .rewrites.row_regions import row_regions
 from .rewrites.split_convolutions import SplitConvolutions
 from .rewrites.tile_rows import TileRows
+from .step_memory import step_memory
 
 __all__ = [
     "MACHINES",
@@ -54,6 +55,7 @@ __all__ = [
     "reuse_schedule",
     "row_regions",
     "smallest_budget",
+    "step_memory",
 ]
 
 

@@ -65,6 +65,8 @@ __all__ = [
     "CONSTANT",
     "EXAMPLE",
     "PIPELINE_FILE",
+    "TIMELINE",
+    "Planned",
     "Written",
     "check_target",
     "delivery_from_json",
@@ -72,6 +74,7 @@ __all__ = [
     "in_layout",
     "put_folder",
     "read_folder",
+    "read_planned",
     "replace_folder",
     "staging_folder",
     "undamaged",
@@ -81,6 +84,7 @@ __all__ = [
 CONSTANT = "irc.constant."
 EXAMPLE = "irc.example."
 _FILES = ("plan.json", "program.irc", "model.py", "weights.safetensors")
+TIMELINE = "timeline.json"
 PIPELINE_FILE = "pipeline.json"
 STAGE_FILE = re.compile(r"stage-[0-9]+\.(irc|py)")
 """The files of a pipeline's folder."""
@@ -165,7 +169,7 @@ def check_target(folder: Path) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether a file of this name may be one that irc wrote: a plan's, or a pipeline's."""
-    return name in _FILES or name == PIPELINE_FILE or STAGE_FILE.fullmatch(name) is not None
+    return name in (*_FILES, TIMELINE, PIPELINE_FILE) or STAGE_FILE.fullmatch(name) is not None
 
 
 def staging_folder(parent: Path, name: str) -> Path:
@@ -259,6 +263,7 @@ def _write_files(
         ),
     }
     (folder / "plan.json").write_text(json.dumps(described, indent=1))
+    (folder / TIMELINE).write_text(json.dumps(optimized.plan.timeline().to_json(), separators=(",", ":")))
     (folder / "program.irc").write_text(print_program(schedule))
     (folder / "model.py").write_text(emit_source(schedule))
     save_file(_tensors(optimized, examples), folder / "weights.safetensors")
@@ -295,14 +300,37 @@ def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Te
 # ---------------------------------------------------------------------- reading
 
 
-def read_folder(folder: Path) -> Written:
-    """Reads what `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
+@dataclass(frozen=True)
+class Planned:
+    """The plan and the program of a written folder, checked, before anything of it is compiled.
+
+    Args:
+        described: The contents of `plan.json`.
+        plan: The certificate.
+        source: Where the model came from.
+        schedule: What runs.
+        by_name: Workspace of each operation, by name, as the plan counted it.
+    """
+
+    described: dict[str, Any]
+    plan: Plan
+    source: Source
+    schedule: Schedule
+    by_name: dict[str, int]
+
+
+def read_planned(folder: Path, *more: str) -> Planned:
+    """Reads the plan and the program of a folder; nothing of it runs.
+
+    Args:
+        folder: Of `write_folder`.
+        *more: The names of other files that have to be there.
 
     Raises:
-        UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
+        UsageError: IRC431 when a file is missing or damaged.
         VerificationError: When graph or schedule are not valid, or take other memory than the plan claims.
     """
-    missing = [name for name in _FILES if not (folder / name).is_file()]
+    missing = [name for name in (*_FILES[:2], *more) if not (folder / name).is_file()]
     if missing:
         raise UsageError(
             "IRC431",
@@ -312,13 +340,8 @@ def read_folder(folder: Path) -> Written:
     with undamaged(folder / "plan.json"):
         described: dict[str, Any] = read_json((folder / "plan.json").read_text())
         plan = Plan.from_json(described)
-        deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         source = Source.from_json(described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
-        not_saved = frozenset(str(name) for name in described["not_saved"])
-        tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
-        text = described.get("optimizer")
-        optimizer = None if text is None else parse_optimizer(text)
     with undamaged(folder / "program.irc"):
         schedule = parse_program((folder / "program.irc").read_text())
     with undamaged(folder / "plan.json"):
@@ -327,10 +350,26 @@ def read_folder(folder: Path) -> Written:
             taken = sum(value.storage.nbytes for value in overwritten(nodes[name]))
             if not -taken <= nbytes < 1 << 63:
                 raise ValueError(f"the workspace of {printable(name)} is {nbytes:,} bytes")
-        workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
-        _check_optimizer(schedule.graph, optimizer)
+        _verify(schedule, plan, {nodes[name]: nbytes for name, nbytes in by_name.items()})
+    return Planned(described, plan, source, schedule, by_name)
+
+
+def read_folder(folder: Path) -> Written:
+    """Reads what `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
+
+    Raises:
+        UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
+        VerificationError: When graph or schedule are not valid, or take other memory than the plan claims.
+    """
+    planned = read_planned(folder, *_FILES)
+    described, schedule = planned.described, planned.schedule
     with undamaged(folder / "plan.json"):
-        _verify(schedule, plan, workspace_bytes)
+        deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
+        not_saved = frozenset(str(name) for name in described["not_saved"])
+        tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
+        text = described.get("optimizer")
+        optimizer = None if text is None else parse_optimizer(text)
+        _check_optimizer(schedule.graph, optimizer)
     with undamaged(folder / "weights.safetensors"):
         tensors = load_file(folder / "weights.safetensors")
         constants, state, examples = _placed(schedule, tensors)
@@ -339,14 +378,14 @@ def read_folder(folder: Path) -> Written:
     with undamaged(folder / "program.irc"):
         program = compile_program(schedule, constants)
     return Written(
-        plan=plan,
-        source=source,
+        plan=planned.plan,
+        source=planned.source,
         schedule=schedule,
         program=program,
         state=state,
         examples=examples,
         deliveries=deliveries,
-        workspace_bytes=by_name,
+        workspace_bytes=planned.by_name,
         not_saved=not_saved,
         tier_configs=tier_configs,
         optimizer=optimizer,

@@ -1,6 +1,7 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
 from .annotation import Annotation, Policy, named_annotations
+from .decisions import Decision, Totals, by_module, group_of, merged_path
 from .eager_memory import EagerMemory, OperandKind, OperationKind
 from .errors import (
     THROUGH_DYNAMO,
@@ -78,7 +79,7 @@ from .pipeline.timing import (
     Transfer,
     simulate_pipeline,
 )
-from .plan import AnnotationEffect, Decision, Plan, TierUse
+from .plan import AnnotationEffect, Plan, TierUse
 from .printable import printable
 from .reordered import Reordered, reordered
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
@@ -181,6 +182,7 @@ __all__ = [
     "TimedTransfer",
     "Timeline",
     "TimelineStep",
+    "Totals",
     "Trait",
     "Transfer",
     "UnsupportedError",
@@ -190,17 +192,20 @@ __all__ = [
     "Wait",
     "Work",
     "allocation_bytes",
+    "by_module",
     "check_scratch",
     "count_kernels",
     "first_line",
     "format_bytes",
     "fused_arguments",
     "generator_state_type",
+    "group_of",
     "is_linear",
     "is_plain_argument",
     "liveness",
     "loss_waiting_bytes",
     "memory_timeline",
+    "merged_path",
     "named_annotations",
     "nondeterminism",
     "operation_of",

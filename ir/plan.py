@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .annotation import Annotation, Policy, named_annotations
+from .decisions import Decision, lines_by, storage_lines
 from .errors import UsageError
 from .files import read_json, write_whole
 from .graph import Gradients
@@ -32,33 +33,6 @@ _RESERVED = {
     Gradients.ACCUMULATED: "gradients from step to step",
     Gradients.APPLIED: "optimizer state",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Holds the decision for one forward storage, or for an offloaded tensor, and its reason.
-
-    Args:
-        storage: Name of the storage in the program.
-        operation: The operation that makes it.
-        nbytes: Its size.
-        action: `keep`, `recompute`, `swap` or `free` (backward does not need it).
-        runs_again: The number of times that its operation runs again.
-        seconds: Time of these runs.
-        reason: Why, in words.
-        location: The origin of the operation, or "".
-        annotation: The annotation of the user that decided, or "".
-    """
-
-    storage: str
-    operation: str
-    nbytes: int
-    action: str
-    runs_again: int
-    seconds: float
-    reason: str
-    location: str = ""
-    annotation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +180,13 @@ class Plan:
 
     def summary(self) -> str:
         """The plan in a few lines."""
+        return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The lines of the summary: what each is about, and the text."""
         proof = "proved optimal" if self.proven_optimal else f"at most {self.gap:.2%} from optimal"
         saved = self.peak_bytes / max(self.baseline_peak_bytes, 1)
-        rows = [
+        return [
             ("budget", f"{format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes)"),
             (
                 "predicted peak",
@@ -237,7 +215,6 @@ class Plan:
             *([("kernels", self._kernels)] if self.compiler else []),
             ("strategy", f"{self.strategy}, {self._costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
-        return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in rows)
 
     @property
     def _more_static(self) -> str:
@@ -314,28 +291,23 @@ class Plan:
         who = named_annotations(annotation.by for annotation in self.annotations if not annotation.is_hint)
         return [f"{who}; bound and smallest budget are of schedules that honour them"] if who else []
 
-    def explain(self) -> str:
-        """Lists the storages that are not kept or that an annotation keeps, largest first, with reasons."""
-        changed = sorted(
-            (d for d in self.decisions if d.action != "keep" or d.annotation), key=lambda d: -d.nbytes
-        )
-        rows = [
-            (
-                *map(printable, (d.storage, d.operation)),
-                format_bytes(d.nbytes),
-                *map(printable, (d.action, d.reason, d.location)),
+    def explain(self, by: str = "storage", top: int | None = None) -> str:
+        """Says what becomes of the storages that forward makes.
+
+        Args:
+            by: `storage` lists those that are not kept or that an annotation keeps, largest first, with
+                reasons; `module` sums all of them up in a tree of modules, equal layers together; `line` by
+                the lines of the user's code.
+            top: The most rows; None for all.
+
+        Raises:
+            UsageError: IRC400 for another word.
+        """
+        if by not in ("storage", "module", "line"):
+            raise UsageError(
+                "IRC400", f"a plan is not explained by {by!r}", help="choose storage, module or line"
             )
-            for d in changed
-        ]
-        header = ("storage", "made by", "size", "action", "reason", "where")
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [header, *rows]
-        ]
-        kept = [d for d in self.decisions if d.action == "keep"]
-        total = format_bytes(sum(d.nbytes for d in kept))
-        lines.append(f"{len(kept)} storages are kept until backward reads them ({total})")
+        lines = storage_lines(self.decisions, top) if by == "storage" else lines_by(by, self.decisions, top)
         return "\n".join(
             [*lines, *(printable(f"{note.by}: {note.effect}", 1000) for note in self.annotations)]
         )

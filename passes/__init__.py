@@ -11,6 +11,7 @@ from .offload.offloaded_parameters import OFFLOADABLE, offloadable_in
 from .pass_manager import Observer, Pass, PassManager, parse_passes
 from .plan_memory import PlanMemory, smallest_budget
 from .program import Program
+from .remat.floor import Floor
 from .remat.planner import Planner, recomputation_problem
 from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointProblem",
     "Cost",
     "Costs",
+    "Floor",
     "FuseOperations",
     "HoldForwards",
     "LossGradientsInForward",

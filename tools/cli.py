@@ -9,12 +9,38 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..ir import IrcError, UsageError, printable
-from . import compare, estimate, export, inspect, machine, max_batch, optimize, pareto, run, schedule
+from . import (
+    compare,
+    estimate,
+    explain,
+    export,
+    inspect,
+    machine,
+    max_batch,
+    optimize,
+    pareto,
+    report,
+    run,
+    schedule,
+)
 from .options import EXITS
 
 __all__ = ["main"]
 
-_COMMANDS = (optimize, estimate, max_batch, pareto, compare, inspect, run, export, machine, schedule)
+_COMMANDS = (
+    optimize,
+    estimate,
+    max_batch,
+    pareto,
+    compare,
+    inspect,
+    explain,
+    run,
+    report,
+    export,
+    machine,
+    schedule,
+)
 
 
 class _Parser(argparse.ArgumentParser):

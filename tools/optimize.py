@@ -21,13 +21,16 @@ from .options import (
     budget_of,
     exact_of,
     mark,
+    model_name,
     optimizer_of,
     source_of,
 )
 from .pipeline import add_pipeline, is_pipeline, optimize_pipeline
 from .progress import Progress
+from .report import REPORTS
 
 if TYPE_CHECKING:
+    from ..compiler.optimize import Optimized
     from ..compiler.request import Request
 
 __all__ = ["add"]
@@ -77,6 +80,14 @@ def add(commands: Commands) -> None:
     optimize.add_argument(
         "--explain", action="store_true", help="print each storage that is not kept, and why"
     )
+    optimize.add_argument(
+        "--report",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"show the memory of original and plan in {REPORTS}; may be repeated",
+    )
     add_pipeline(optimize)
     optimize.set_defaults(command=_optimize)
 
@@ -92,6 +103,11 @@ def _optimize(options: argparse.Namespace) -> int:
         print(PassManager(request.passes()))
         return 0
     source = source_of(options)
+    if options.report:
+        from ..compiler.report import check_report
+
+        for path in options.report:
+            check_report(path, "--report")
     if options.output is not None:
         from ..compiler.artifact import check_target
 
@@ -113,6 +129,8 @@ def _optimize(options: argparse.Namespace) -> int:
         with progress.phase(f"writing {options.output}"):
             examples = tuple(leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor))
             write_folder(options.output, optimized, source, examples, optimizer_of(options))
+    if options.report:
+        _write_reports(options, optimized, request, progress)
     if options.json:
         print(json.dumps(optimized.plan.to_json(), indent=1))
     elif not options.quiet:
@@ -123,7 +141,23 @@ def _optimize(options: argparse.Namespace) -> int:
             trust = " --trust" if source.is_factory else ""
             command = f"irc run {options.output} --check{trust}"
             print(f"{'written':>16}  {options.output} (train it with: {command})")
+        for path in options.report:
+            print(f"{'written':>16}  {path}")
     return 0
+
+
+def _write_reports(
+    options: argparse.Namespace, optimized: Optimized, request: Request, progress: Progress
+) -> None:
+    """Writes what --report asks for; pages show other budgets too."""
+    from ..compiler.report import front_of, write_report
+
+    plan, front = optimized.plan, []
+    if any(path.suffix == ".html" for path in options.report):
+        with progress.phase("planning other budgets"):
+            front = front_of(optimized.program, plan, request.plan)
+    for path in options.report:
+        write_report(path, model_name(options.model), plan, plan.timeline(), front)
 
 
 def _request(options: argparse.Namespace, progress: Progress) -> Request:

@@ -53,13 +53,16 @@ def add_swap(command: argparse.ArgumentParser, more: str = "") -> None:
     )
 
 
-def add_source(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+_MODEL = "file.onnx, package.module:factory or file.py:factory"
+
+
+def add_source(parser: argparse.ArgumentParser, *, is_optional: bool = False, model: str = _MODEL) -> None:
     """Adds MODEL, and the options that say how it is loaded."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?" if is_optional else None,
-        help="file.onnx, package.module:factory or file.py:factory",
+        help=model,
     )
     parser.add_argument("--batch", type=int, metavar="N", help="batch size of an ONNX model")
     parser.add_argument(
@@ -91,9 +94,9 @@ def add_source(parser: argparse.ArgumentParser, *, is_optional: bool = False) ->
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, model: str = _MODEL) -> None:
     """Adds MODEL, and the options that say how it is loaded, costed and annotated."""
-    add_source(parser)
+    add_source(parser, model=model)
     add_costs(parser)
     for annotation, help in (
         ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..ir import IrcError, UsageError, VerificationError, first_line
 from .options import (
@@ -17,6 +18,9 @@ from .options import (
 )
 from .pipeline import run_written
 from .progress import Progress
+
+if TYPE_CHECKING:
+    from ..compiler.artifact import Written
 
 __all__ = ["add"]
 
@@ -43,6 +47,12 @@ def add(commands: Commands) -> None:
     run.add_argument(
         "--save-weights", type=Path, metavar="FILE", help="write the trained weights here, as .safetensors"
     )
+    run.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="run one more step, and write what it took beside what was predicted, as a trace for Perfetto",
+    )
     add_verbosity(run)
     run.set_defaults(command=_run)
 
@@ -52,7 +62,17 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
     if (options.original is not None or options.trust) and not options.check:
         raise UsageError("IRC400", "--original and --trust are for --check", help="add --check")
+    if options.trace is not None and options.trace.suffix != ".json":
+        raise UsageError(
+            "IRC400", f"--trace {options.trace} is of no known kind", help="give a file ending in .json"
+        )
     if (options.folder / "pipeline.json").is_file():
+        if options.trace is not None:
+            raise UsageError(
+                "IRC400",
+                "--trace is for a plan on one device",
+                help="irc schedule --trace FILE writes the simulated step of a pipeline's schedule",
+            )
         return run_written(options)
     if options.weights is not None:
         raise UsageError(
@@ -91,4 +111,22 @@ def _run(options: argparse.Namespace) -> int:
         report.save_weights(options.save_weights)
         if not options.quiet and not options.json:
             print(f"written: {options.save_weights}")
+    if options.trace is not None:
+        _write_trace(options, written)
     return 1 if report.failures else 0
+
+
+def _write_trace(options: argparse.Namespace, written: Written) -> None:
+    """Measures one more step of a folder, beside the predicted one."""
+    from ..compiler.report import measured_trace, read_memory
+    from ..compiler.reports import UNWRITABLE
+    from ..compiler.training import train
+    from ..ir.files import write_whole
+
+    plan, _, _ = read_memory(options.folder)
+    module = written.module()
+    train(module, written.examples, 1)
+    trace = measured_trace(lambda: train(module, written.examples, 1), plan.timeline().planned)
+    write_whole(options.trace, json.dumps(trace), UNWRITABLE)
+    if not options.quiet and not options.json:
+        print(f"written: {options.trace} (open it in ui.perfetto.dev)")

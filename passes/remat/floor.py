@@ -14,6 +14,9 @@ __all__ = ["Floor"]
 _SHOWN = 8
 """The number of groups that are shown by name."""
 
+_NOTICED = 1000
+"""What is less than this part of the floor is not worth advice."""
+
 _ROLES = {
     InputRole.PARAMETER: "parameters",
     InputRole.BUFFER: "buffers",
@@ -53,7 +56,7 @@ class Floor:
         lower: list[str] = []
         if groups.get("gradients") and problem.graph.gradients is Gradients.RETURNED:
             lower.append("take the optimizer's steps in backward (optimizer_in_backward=)")
-        if groups.get("outputs that the caller holds"):
+        if groups["outputs that the caller holds"] * _NOTICED > problem.floor_bytes:
             lower.append("return less than all that forward computes")
         return Floor(node, tuple(groups.most_common()), tuple(lower))
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compiler.pareto.front import Front
     from .compiler.pareto.sweep import pareto
     from .compiler.pipeline.api import pipeline
+    from .compiler.report import report
     from .frontends.onnx import from_onnx
     from .frontends.torch.annotations import keep, recompute, unmark
     from .ir import (
@@ -62,6 +63,7 @@ __all__ = [
     "pareto",
     "pipeline",
     "recompute",
+    "report",
     "unmark",
 ]
 
@@ -82,6 +84,7 @@ _MODULES = {
     "pareto": ".compiler.pareto.sweep",
     "pipeline": ".compiler.pipeline.api",
     "recompute": ".frontends.torch.annotations",
+    "report": ".compiler.report",
     "unmark": ".frontends.torch.annotations",
 }
 

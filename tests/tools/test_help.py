@@ -17,6 +17,8 @@ from irc.tools import cli
         (cli.main, ["max-batch"]),
         (cli.main, ["pareto"]),
         (cli.main, ["inspect"]),
+        (cli.main, ["explain"]),
+        (cli.main, ["report"]),
         (cli.main, ["run"]),
         (cli.main, ["machine"]),
         (cli.main, ["schedule"]),

@@ -83,12 +83,17 @@ class Report:
                 data["parameter_scale"] = self.comparison.parameters.scale
         return data
 
-    def text(self) -> str:
-        """The report for a person."""
+    def text(self, every: int = 1) -> str:
+        """The report for a person.
+
+        Args:
+            every: Which steps are shown: each of so many, and the last.
+        """
         lines = [f"optimizer: {self.optimizer}, within backward"] if self.optimizer else []
         lines += [
             f"step {index + 1}: loss {step.loss:.6g}, {step.seconds:.3f} s" + self._original(index)
             for index, step in enumerate(self.steps)
+            if (index + 1) % every == 0 or index == len(self.steps) - 1
         ]
         lines += [
             f"peak: measured {self.measured_bytes:,} <= predicted {self.predicted_bytes:,} <= budget "

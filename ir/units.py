@@ -21,10 +21,16 @@ _UNITS = {
     "MiB": 1 << 20,
     "GiB": 1 << 30,
     "TiB": 1 << 40,
+    "k": 10**3,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
 }
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
-_HELP = 'write bytes (1073741824), "4GiB" (4 x 2^30), "4GB" (4 x 10^9) or "60%" of the baseline peak'
+_PART = re.compile(r"\s*([0-9]*\.[0-9]+)\s*")
+_HELP = 'write bytes (1073741824), "4GiB" (4 x 2^30), "4GB" or "4G" (4 x 10^9) or "60%" of the baseline peak'
 
 _MOST_BYTES = 1 << 62
 """Budgets from here on are refused: what programmes count with ends soon after."""
@@ -53,6 +59,13 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
         if Fraction(percent[1]) <= 0:
             raise UsageError("IRC401", f"the budget is {budget}; it must be positive", help=_HELP)
         return int(Fraction(percent[1]) / 100 * (baseline_bytes or 0))
+    if (part := _PART.fullmatch(budget)) and Fraction(part[1]) < 1:
+        percent = f"{float(Fraction(part[1]) * 100):g}%"
+        raise UsageError(
+            "IRC401",
+            f"{budget!r} is less than a byte",
+            help=f"{percent}? That is a part of the baseline peak; {_HELP}",
+        )
     amount = _AMOUNT.fullmatch(budget)
     if amount is None:
         raise UsageError("IRC401", f"{budget!r} is not an amount of memory", help=_HELP)

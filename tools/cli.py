@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from ..ir import IrcError, UsageError, printable
 from . import (
     compare,
+    completion,
+    doctor,
     estimate,
     explain,
     export,
@@ -23,9 +28,10 @@ from . import (
     run,
     schedule,
 )
+from .config import apply_config
 from .options import EXITS
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _COMMANDS = (
     optimize,
@@ -35,25 +41,48 @@ _COMMANDS = (
     compare,
     inspect,
     explain,
-    run,
     report,
+    run,
     export,
     machine,
     schedule,
+    doctor,
+    completion,
 )
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports its errors in the form of all others."""
+    """Reports its errors in the form of all others, with the word that was perhaps meant."""
+
+    commands: Mapping[str, argparse.ArgumentParser]
+    """The parsers of the commands, by name; only the outermost parser has some."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError("IRC400", message, help=f"see {self.prog} --help")
+        help = f"see {self.prog} --help"
+        meant = self._meant(message)
+        raise UsageError("IRC400", message, help=f"did you mean {meant}? {help}" if meant else help)
+
+    def _meant(self, message: str) -> str | None:
+        """The choice or the option that is most like a wrong one."""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = [word.strip("' ") for word in choice[2].split(",")]
+            return next(iter(difflib.get_close_matches(choice[1], known, 1)), None)
+        if wrong := re.search(r"unrecognized arguments: .*?(--?[a-z][^ =]*)", message):
+            parsers = [self, *getattr(self, "commands", {}).values()]
+            options = {option for parser in parsers for option in parser._option_string_actions}
+            return next(iter(difflib.get_close_matches(wrong[1], sorted(options), 1)), None)
+        return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     try:
-        options = _parser().parse_args(argv)
+        known = parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            known.print_help()
+            return 0
+        apply_config(known.commands, Path.cwd())
+        options = known.parse_args(argv)
         return options.command(options)
     except IrcError as error:
         _report(error)
@@ -87,12 +116,14 @@ def _report_notes(error: BaseException) -> None:
         print(f"  note: {printable(note, 1000)}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> _Parser:
+    """Returns the parser of the command line."""
     from .. import __version__
 
-    parser = _Parser(prog="irc", description="A compiler for training memory.", epilog=EXITS)
-    parser.add_argument("--version", action="version", version=f"irc {__version__}")
-    commands = parser.add_subparsers(dest="subcommand", required=True, parser_class=_Parser)
+    found = _Parser(prog="irc", description="A compiler for training memory.", epilog=EXITS)
+    found.add_argument("--version", action="version", version=f"irc {__version__}")
+    commands = found.add_subparsers(dest="subcommand", required=True, parser_class=_Parser)
     for command in _COMMANDS:
         command.add(commands)
-    return parser
+    found.commands = commands.choices
+    return found

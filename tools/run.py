@@ -30,6 +30,9 @@ def add(commands: Commands) -> None:
     run = commands.add_parser("run", help="train a few steps of what optimize wrote", epilog=EXITS)
     run.add_argument("folder", type=Path, metavar="DIR")
     run.add_argument("--steps", type=int, default=3, metavar="N", help="training steps (3)")
+    run.add_argument(
+        "--every", type=int, default=1, metavar="N", help="show every Nth step (1), and the last"
+    )
     run.add_argument("--check", action="store_true", help="compare each step with the original model")
     run.add_argument(
         "--original",
@@ -60,6 +63,8 @@ def add(commands: Commands) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
+    if options.every < 1:
+        raise UsageError("IRC400", f"--every {options.every} is not positive", help="give 1 or more")
     if (options.original is not None or options.trust) and not options.check:
         raise UsageError("IRC400", "--original and --trust are for --check", help="add --check")
     if options.trace is not None and options.trace.suffix != ".json":
@@ -104,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     elif not options.quiet:
-        print(report.text())
+        print(report.text(options.every))
     for failure in report.failures:
         print(f"error[IRC130]: {failure}", file=sys.stderr)
     if options.save_weights is not None and not report.failures:

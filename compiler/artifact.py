@@ -49,6 +49,7 @@ from ..ir import (
     count_kernels,
     overwritten,
     parse_program,
+    print_file,
     print_program,
     printable,
     reordered,
@@ -264,7 +265,7 @@ def _write_files(
     }
     (folder / "plan.json").write_text(json.dumps(described, indent=1))
     (folder / TIMELINE).write_text(json.dumps(optimized.plan.timeline().to_json(), separators=(",", ":")))
-    (folder / "program.irc").write_text(print_program(schedule))
+    (folder / "program.irc").write_text(print_file(print_program(schedule)))
     (folder / "model.py").write_text(emit_source(schedule))
     save_file(_tensors(optimized, examples), folder / "weights.safetensors")
     (folder / "weights.safetensors").chmod((folder / "plan.json").stat().st_mode)  # it is private otherwise

@@ -80,13 +80,16 @@ from .pipeline.timing import (
     simulate_pipeline,
 )
 from .plan import AnnotationEffect, Plan, TierUse
+from .plugins import GROUPS, load_plugin, plugins
 from .printable import printable
 from .reordered import Reordered, reordered
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Assignment, Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
+    parse_file,
     parse_graph,
     parse_program,
+    print_file,
     print_graph,
     print_program,
     print_schedule,
@@ -106,6 +109,7 @@ __all__ = [
     "EXTRAS",
     "FUSED",
     "GENERATOR_STATE",
+    "GROUPS",
     "KERNELS_FORM",
     "LOAD",
     "NONDETERMINISTIC",
@@ -203,6 +207,7 @@ __all__ = [
     "is_linear",
     "is_plain_argument",
     "liveness",
+    "load_plugin",
     "loss_waiting_bytes",
     "memory_timeline",
     "merged_path",
@@ -214,10 +219,13 @@ __all__ = [
     "output_dependencies",
     "overwritten",
     "parse_budget",
+    "parse_file",
     "parse_graph",
     "parse_program",
     "parse_tiers",
     "place_of",
+    "plugins",
+    "print_file",
     "print_graph",
     "print_program",
     "print_schedule",

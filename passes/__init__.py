@@ -8,13 +8,14 @@ from .costs.measure_costs import Cost
 from .costs.table import Costs, analytic_costs
 from .offload.offer_tiers import OfferTiers
 from .offload.offloaded_parameters import OFFLOADABLE, offloadable_in
-from .pass_manager import Observer, Pass, PassManager, parse_passes
+from .pass_manager import Observer, Pass, PassManager, parse_passes, pass_kinds, print_pass
 from .plan_memory import PlanMemory, smallest_budget
 from .program import Program
 from .remat.floor import Floor
 from .remat.planner import Planner, recomputation_problem
 from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
+from .remat.strategies.published import Asked, Strategy
 from .rewrites.fuse_operations import FuseOperations
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.loss_gradients import LossGradientsInForward
@@ -28,6 +29,7 @@ from .step_memory import step_memory
 __all__ = [
     "MACHINES",
     "OFFLOADABLE",
+    "Asked",
     "CheckpointProblem",
     "Cost",
     "Costs",
@@ -48,11 +50,14 @@ __all__ = [
     "ReplayDraws",
     "Solution",
     "SplitConvolutions",
+    "Strategy",
     "TileRows",
     "analytic_costs",
     "machine_named",
     "offloadable_in",
     "parse_passes",
+    "pass_kinds",
+    "print_pass",
     "recomputation_problem",
     "reuse_schedule",
     "row_regions",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ..ir import IrcError, UsageError, verify_graph, verify_schedule
+from ..ir import IrcError, UsageError, load_plugin, plugins, verify_graph, verify_schedule
 from .costs.measure_costs import Cost
 from .offload.offer_tiers import OfferTiers
 from .plan_memory import PlanMemory
@@ -24,7 +24,7 @@ from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
 from .rewrites.tile_rows import TileRows
 
-__all__ = ["Observer", "Pass", "PassManager", "parse_passes"]
+__all__ = ["Observer", "Pass", "PassManager", "parse_passes", "pass_kinds", "print_pass"]
 
 
 class Pass(Protocol):
@@ -66,6 +66,15 @@ _PASSES: dict[str, type[Any]] = {
 }
 
 
+def pass_kinds() -> dict[str, type[Any]]:
+    """Returns the passes by their names, those of other distributions last.
+
+    Raises:
+        UsageError: IRC597 if one of them cannot be imported.
+    """
+    return {**_PASSES, **{name: load_plugin("irc.passes", name) for name in plugins("irc.passes")}}
+
+
 _RENAMED = {"select-checkpoints": "plan-memory"}
 """Passes by their names in the version before, which go with the next one."""
 
@@ -98,14 +107,14 @@ class PassManager:
                 before, program = program, step.run(program)
                 _verify(program, before)
             except IrcError as error:
-                error.add_note(f"in pass {_print_pass(step)}")
+                error.add_note(f"in pass {print_pass(step)}")
                 raise
             for observer in self.observers:
                 observer.after(step, program, time.perf_counter() - started)
         return program
 
     def __str__(self) -> str:
-        return ",".join(_print_pass(step) for step in self.passes)
+        return ",".join(print_pass(step) for step in self.passes)
 
 
 def _verify(program: Program, before: Program | None = None) -> None:
@@ -167,9 +176,16 @@ def _parse_pass(name: str, options: str) -> Pass:
     if name in _RENAMED:
         warnings.warn(f"the pass {name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=3)
         name = _RENAMED[name]
-    if name not in _PASSES:
-        raise UsageError("IRC404", f"there is no pass {name!r}", help=f"passes: {', '.join(_PASSES)}")
-    kind = _PASSES[name]
+    kind: type[Any] | None = _PASSES.get(name) or load_plugin("irc.passes", name)
+    if kind is None:
+        known = (*_PASSES, *plugins("irc.passes"))
+        raise UsageError("IRC404", f"there is no pass {name!r}", help=f"passes: {', '.join(known)}")
+    if not _is_pass(kind, name):
+        raise UsageError(
+            "IRC404",
+            f"the pass {name!r} of another distribution is not a dataclass of that name",
+            help=f"write class Pass with `name: ClassVar[str] = {name!r}` and @dataclass(frozen=True)",
+        )
     fields = {f.name.replace("_", "-"): f for f in _options(kind)}
     values: dict[str, Any] = {}
     for option in filter(None, (part.strip() for part in options.split(","))):
@@ -185,6 +201,10 @@ def _parse_pass(name: str, options: str) -> Pass:
             raise UsageError("IRC404", f"option {key} of pass {name} is given twice", help="give it once")
         values[fields[key].name] = _parse_value(name, key, value.strip(), fields[key])
     return kind(**values)
+
+
+def _is_pass(kind: object, name: str) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and getattr(kind, "name", None) == name
 
 
 def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
@@ -213,7 +233,8 @@ def _parse_value(name: str, key: str, value: str, field: dataclasses.Field[Any])
         ) from None
 
 
-def _print_pass(step: Pass) -> str:
+def print_pass(step: Pass) -> str:
+    """A pass as text, with all options that have a text form."""
     fields = _options(type(step))
     options = ",".join(f"{f.name.replace('_', '-')}={_print_value(getattr(step, f.name))}" for f in fields)
     return f"{step.name}{{{options}}}"

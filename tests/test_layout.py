@@ -96,6 +96,7 @@ def test_public_names_exist() -> None:
         "pareto",
         "pipeline",
         "recompute",
+        "report",
         "unmark",
     }
     assert wanted == set(irc.__all__)

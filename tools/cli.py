@@ -22,8 +22,10 @@ from . import (
     inspect,
     machine,
     max_batch,
+    opt,
     optimize,
     pareto,
+    passes,
     report,
     run,
     schedule,
@@ -46,6 +48,8 @@ _COMMANDS = (
     export,
     machine,
     schedule,
+    opt,
+    passes,
     doctor,
     completion,
 )
@@ -126,4 +130,5 @@ def parser() -> _Parser:
     for command in _COMMANDS:
         command.add(commands)
     found.commands = commands.choices
+    found.set_defaults(whole=found)
     return found

@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
         "completion",
         help="print the completions of a shell",
         epilog='bash: eval "$(irc completion bash)" in ~/.bashrc; zsh: irc completion zsh > FOLDER/_irc, a '
-        "folder of $fpath; tcsh: irc completion tcsh > ~/.irc.tcsh, and source it",
+        "folder of $fpath",
     )
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(command=_completion)
@@ -24,7 +24,5 @@ def add(commands: Commands) -> None:
 def _completion(options: argparse.Namespace) -> int:
     import shtab
 
-    from .cli import parser
-
-    print(shtab.complete(parser(), options.shell))
+    print(shtab.complete(options.whole, options.shell))
     return 0

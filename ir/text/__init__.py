@@ -1,6 +1,7 @@
 """The text form of graphs and schedules: one statement a line, printed and read back without loss.
 
 ```
+irc 1
 graph loss_bytes=8 {
   storage @s0 24 cpu
   storage @s1 24 cpu
@@ -16,6 +17,7 @@ schedule {
 }
 ```
 
+The first line of a file says the version of the form; a text without one has this version.
 A name that is not a plain identifier stands as a JSON string: `%"layer 1"`. `#` starts a comment.
 A single tensor follows `->` bare; the results of an operation that returns a list stand in parentheses.
 A tensor lives on the device of its storage, unless `on DEVICE` says otherwise.
@@ -24,12 +26,14 @@ Other instructions are `free @s1`, `offload @s1 to host`, `fetch @s1 from host` 
 `offloaded state %m: uint8[8]{1} @m disk "layer.weight"` that the state of its optimizer does.
 """
 
-from .parser import parse_graph, parse_program
-from .printer import print_graph, print_program, print_schedule, same_graph, same_schedule
+from .parser import parse_file, parse_graph, parse_program
+from .printer import print_file, print_graph, print_program, print_schedule, same_graph, same_schedule
 
 __all__ = [
+    "parse_file",
     "parse_graph",
     "parse_program",
+    "print_file",
     "print_graph",
     "print_program",
     "print_schedule",

@@ -23,9 +23,9 @@ from ..graph import (
 )
 from ..schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from ..types import DType, Storage, TensorType, Value
-from .tokens import LOCATION_FIELDS, OPTIONAL, TOKEN, WORD
+from .tokens import LOCATION_FIELDS, OPTIONAL, TOKEN, VERSION, WORD
 
-__all__ = ["parse_graph", "parse_program"]
+__all__ = ["parse_file", "parse_graph", "parse_program"]
 
 _T = TypeVar("_T")
 
@@ -58,6 +58,24 @@ def parse_program(text: str) -> Schedule:
     """
     parser = _Parser(text)
     schedule = Schedule(graph := parser.graph(), parser.instructions(graph))
+    parser.end()
+    return schedule
+
+
+def parse_file(text: str) -> Graph | Schedule:
+    """The graph that `text` describes, or the schedule, if instructions stand after the graph.
+
+    Args:
+        text: The text form, perhaps after a line with its version: `irc 1`.
+
+    Raises:
+        UsageError: IRC101 as `parse_graph`; IRC102 for another version.
+    """
+    parser = _Parser(text)
+    graph = parser.graph()
+    if parser.is_at_end():
+        return graph
+    schedule = Schedule(graph, parser.instructions(graph))
     parser.end()
     return schedule
 
@@ -115,6 +133,26 @@ class _Parser:
     def end_of_line(self) -> None:
         if self.tokens[self.position]:
             self.fail("the end of the line")
+
+    def is_at_end(self) -> bool:
+        """Whether nothing but comments is left."""
+        line, is_more = self.line, self.next_line()
+        self.line = line
+        return not is_more
+
+    def version(self) -> None:
+        """Reads the first line: the version of the text, or nothing if there is none."""
+        self.next_line()
+        if self.accept("irc"):
+            version = self.integer("the version of the text form")
+            self.end_of_line()
+            if version != VERSION:
+                raise UsageError(
+                    "IRC102",
+                    f"line {self.line}: the text has version {version}; this version of irc reads {VERSION}",
+                    help="read it with the version of irc that wrote it, or write it again",
+                )
+            self.next_line()
 
     def end(self) -> None:
         if self.next_line():
@@ -226,7 +264,7 @@ class _Parser:
     # The graph.
 
     def graph(self) -> Graph:
-        self.next_line()
+        self.version()
         self.expect("graph")
         self.expect("loss_bytes")
         self.expect("=")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from ..graph import Argument, Graph, Node, Region, Symbol
 from ..schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
 from ..types import Value
-from .tokens import LOCATION_FIELDS, NAME, OPTIONAL, WORD
+from .tokens import LOCATION_FIELDS, NAME, OPTIONAL, VERSION, WORD
 
-__all__ = ["print_graph", "print_program", "print_schedule", "same_graph", "same_schedule"]
+__all__ = ["print_file", "print_graph", "print_program", "print_schedule", "same_graph", "same_schedule"]
 
 
 def print_graph(graph: Graph) -> str:
@@ -26,6 +26,11 @@ def print_schedule(schedule: Schedule) -> str:
 def print_program(schedule: Schedule) -> str:
     """The text of a graph followed by its schedule, which `parse_program` reads back."""
     return print_graph(schedule.graph) + print_schedule(schedule)
+
+
+def print_file(text: str) -> str:
+    """The content of a file of this text form: it begins with its version."""
+    return f"irc {VERSION}\n{text}"
 
 
 def same_graph(a: Graph, b: Graph) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["LOCATION_FIELDS", "NAME", "OPTIONAL", "TOKEN", "WORD"]
+__all__ = ["LOCATION_FIELDS", "NAME", "OPTIONAL", "TOKEN", "VERSION", "WORD"]
+
+VERSION = 1
+"""The version of the text form, which the first line of a file says: `irc 1`."""
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*(?::\d+)?", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*", re.ASCII)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from ...ir import Tier, UsageError
+from ...ir import Tier, UsageError, load_plugin, plugins
 
 __all__ = ["FORMAT", "MACHINES", "Machine", "machine_named", "read_machine"]
 
@@ -330,11 +330,15 @@ def machine_named(name: str) -> Machine:
     """
     if name in MACHINES:
         return MACHINES[name]
+    other = load_plugin("irc.machines", name)
+    if isinstance(other, Machine):
+        return other
     path = Path(name)
     if path.suffix == ".json" or len(path.parts) > 1:
         return read_machine(path)
     raise UsageError(
         "IRC410",
         f"no machine is called {name!r}",
-        help=f"choose one of {', '.join(MACHINES)}, or give the path of a file of irc machine -o FILE",
+        help=f"choose one of {', '.join((*MACHINES, *plugins('irc.machines')))}, or give the path of a file "
+        "of irc machine -o FILE",
     )

@@ -26,7 +26,7 @@ from irc.compiler.optimize import Optimized, optimize_module
 from irc.compiler.request import Request
 from irc.ir import Delivery, IrcError, Origin, UnsupportedError, UsageError, VerificationError
 
-FILES = ["model.py", "plan.json", "program.irc", "weights.safetensors"]
+FILES = ["model.py", "plan.json", "program.irc", "timeline.json", "weights.safetensors"]
 
 
 Optimize = Callable[[str], tuple[Optimized, Source, tuple[Tensor, ...]]]

@@ -89,6 +89,7 @@ def test_the_journey_of_a_factory(irc: Run, models: Path, tmp_path: Path) -> Non
         "model.py",
         "plan.json",
         "program.irc",
+        "timeline.json",
         "weights.safetensors",
     ]
     plan = Plan.load(out / "plan.json")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ir.errors import Location, UnsupportedError, UsageError
+from ....ir.plugins import load_plugin, plugins
 from ..bounds import MOST_LISTED, too_large
 from ..tensors import Static
 
@@ -449,6 +450,9 @@ def lowering(*ops: str, since: int = 1, domain: str = "") -> Callable[[Lowering]
 
 def find(domain: str, op: str, version: int) -> Lowering | None:
     """The lowering of an operator at an operator set version, or `None` when it is not covered."""
+    if (domain, op) not in _TABLE:
+        for name in plugins("irc.onnx_lowerings"):
+            load_plugin("irc.onnx_lowerings", name)  # its functions enter themselves
     versions = _TABLE.get((domain, op), {})
     known = [since for since in versions if since <= version]
     return versions[max(known)] if known else None

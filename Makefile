@@ -9,7 +9,7 @@ DEMO := build/demo
 # Two processes; each collects for itself, and faster if the rewritten assertions of the tests may be kept as bytecode.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo fast test slow fuzz lint clean
+.PHONY: demo fast test slow fuzz docs lint clean
 
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -34,6 +34,14 @@ slow: $(READY)
 
 fuzz: $(READY)
 	IRC_FUZZ=10 $(PYTEST) -m hypothesis --override-ini most_cpu_seconds=inf
+
+# The site, into build/docs; tutorials run meanwhile. A warning is an error.
+$(VENV)/.docs: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	OMP_NUM_THREADS=1 $(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -286,8 +286,8 @@ def test_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_of_refusals_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "refusals.md").read_text() == page(), (
-        "run python -m benchmarks.drop_in --refusals docs/refusals.md"
+    assert (ROOT / "docs" / "reference" / "errors.md").read_text() == page(), (
+        "run python -m benchmarks.drop_in --refusals docs/reference/errors.md"
     )
 
 

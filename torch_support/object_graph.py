@@ -3,7 +3,7 @@
 Two walks are built on this. Capture lists every object that can change, with the path to it, so that it
 can tell what a forward changed and put it back (`frontends/torch/object_graph.py`). Guards turn a setting
 into a value that pickles, and compare it with that of another call (`backends/torch/guards/settings.py`).
-docs/design.md says why they are two, and why they go to different depths.
+docs/explanation/design.md says why they are two, and why they go to different depths.
 """
 
 from __future__ import annotations

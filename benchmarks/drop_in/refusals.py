@@ -107,7 +107,7 @@ def page() -> str:
     parts = [
         "# What irc refuses",
         "Every error and warning with a code, collected from the sources by "
-        "`python -m benchmarks.drop_in --refusals docs/refusals.md`. An ellipsis stands for what is "
+        "`python -m benchmarks.drop_in --refusals docs/reference/errors.md`. An ellipsis stands for what is "
         "known only when the error is raised: names, numbers, the line of the model. `UnsupportedError` is "
         "also what a training script meets where a fitted module does not do what the original does.",
     ]

@@ -110,7 +110,7 @@ _INTRODUCTION = (
     "Each check runs a script on the original model and on its fitted twin, from one state, and compares all "
     "that is left behind; where training is meant, over three steps of SGD and three of AdamW. `pass`: the "
     "same, bit for bit unless noted. `refused`: an error of irc by name, and nothing has changed. `FAIL`: "
-    "anything else. [refusals.md](../refusals.md) lists every refusal there is."
+    "anything else. [refusals.md](../reference/errors.md) lists every refusal there is."
 )
 
 

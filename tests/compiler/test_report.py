@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import re
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -145,25 +146,31 @@ def test_a_front_has_the_plan_among_cheaper_and_dearer_ones() -> None:
 # ---------------------------------------------------------------------- command line
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `irc optimize -o plan --report first.html` writes."""
+    folder = tmp_path_factory.mktemp("planned")
+    (folder / "made.py").write_text("from support.deep import made\n")
+    command = ["optimize", f"{folder / 'made.py'}:made", "--budget", "60%", "--costs", "analytic", "-q"]
+    assert cli.main([*command, "-o", str(folder / "plan"), "--report", str(folder / "first.html")]) == 0
+    return folder
+
+
 @pytest.fixture
-def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    (tmp_path / "made.py").write_text("from support.deep import made\n")
-    command = ["optimize", f"{tmp_path / 'made.py'}:made", "--budget", "60%", "--costs", "analytic", "-q"]
-    assert cli.main([*command, "-o", str(tmp_path / "plan"), "--report", str(tmp_path / "first.html")]) == 0
-    assert (tmp_path / "first.html").is_file()
-    capsys.readouterr()
-    return tmp_path / "plan"
+def written(planned: Path, tmp_path: Path) -> Path:
+    """The folder of the plan, to be changed."""
+    return Path(shutil.copytree(planned / "plan", tmp_path / "plan"))
 
 
 def test_a_folder_is_reported_and_explained(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planned: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = Plan.load(written / "plan.json")
     out = tmp_path / "second.html"
     assert cli.main(["report", str(written), "-o", str(out), "-o", str(tmp_path / "t.json")]) == 0
     data = data_of(out.read_text())
     assert any(point["name"] == PLAN and point["peak"] == plan.peak_bytes for point in data["front"])
-    first = data_of((tmp_path / "first.html").read_text())
+    first = data_of((planned / "first.html").read_text())
     assert first["timelines"] == data["timelines"] and first["modules"] == data["modules"]
     capsys.readouterr()
     shown: dict[tuple[str, ...], str] = {}

@@ -139,7 +139,7 @@ def test_any_layers_have_the_numbers_of_eager_within_what_was_planned(names: lis
         assert peak <= fitted.plan.peak_bytes
 
 
-@examples(40)
+@examples(25)
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8))
 def test_fused_graphs_are_well_formed_and_read_back_from_their_text(names: list[str]) -> None:
     graph = _fused(Layers(["linear", *names]), torch.randn(6, WIDTH))

@@ -296,7 +296,6 @@ def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
-        ("", "IRC400", "required: subcommand"),
         ("train", "IRC400", "invalid choice: 'train'"),
         ("optimize {m}:mlp --budget 4Gb", "IRC401", "'4Gb'"),
         ("optimize {m}:mlp --budget 0", "IRC401", "must be positive"),

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..ir import UsageError
-from .options import exact_of, mark, optimizer_of, source_of
+from .options import exact_of, mark, model_name, optimizer_of, source_of
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -136,6 +136,10 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
         from ..compiler.artifact import check_target
 
         check_target(options.output)
+    for path in options.report:
+        from ..compiler.report import check_report
+
+        check_report(path, "--report")
     with progress.phase(f"loading {options.model}"):
         from functools import lru_cache
 
@@ -162,6 +166,10 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
             leaves = flatten(load(pipeline.plan.micro_batches)[1])[0]
             examples = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             write_pipeline(options.output, pipeline, source, examples)
+    for path in options.report:
+        from ..compiler.report import write_pipeline_report
+
+        write_pipeline_report(path, model_name(options.model), pipeline.plan)
     if options.json:
         considered = [asdict(one) for one in pipeline.considered]
         more = {"considered": considered} if considered else {}

@@ -28,13 +28,28 @@ def add(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from ..compiler.report import check_report, front_of, read_memory, write_report
+    from ..compiler.report import (
+        check_report,
+        front_of,
+        read_memory,
+        write_pipeline_report,
+        write_report,
+    )
     from ..passes import PlanMemory
 
     paths: list[Path] = options.output or [Path("report.html")]
     for path in paths:
         check_report(path, "-o")
     progress = Progress(options)
+    if (options.folder / "pipeline.json").is_file():
+        from ..compiler.pipeline.artifact import read_pipeline_plan
+
+        pipeline, source = read_pipeline_plan(options.folder)
+        for path in paths:
+            write_pipeline_report(path, model_name(source.model), pipeline)
+            if not options.quiet:
+                print(f"{'written':>16}  {path}")
+        return 0
     with progress.phase(f"reading {options.folder}"):
         plan, source, program = read_memory(options.folder)
     front = []

@@ -81,11 +81,11 @@ def _schedule(options: argparse.Namespace) -> int:
     rows = simulate_all(stages) if every else [simulate_known(options.schedule, stages)]
     steps = [row for row in rows if isinstance(row, SimulatedStep)]
     if options.trace is not None:
-        from .schedule_trace import trace_events
+        from ..compiler.report.pipeline_trace import trace_events
 
         write_whole(options.trace, json.dumps(trace_events(steps[0].timeline)))
     if options.picture is not None:
-        from .schedule_picture import draw_pipelines
+        from ..compiler.report.pipeline_picture import draw_pipelines
 
         kind = options.picture.suffix.removeprefix(".")
         write_whole(options.picture, draw_pipelines([step.drawn() for step in steps], kind))

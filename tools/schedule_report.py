@@ -15,7 +15,7 @@ from ..passes.pipeline import SCHEDULES, pipeline_schedule
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .schedule_picture import DrawnStep
+    from ..compiler.report.pipeline_picture import DrawnStep
 
 __all__ = ["EqualStages", "Refused", "SimulatedStep", "comparison", "simulate_all", "simulate_known"]
 
@@ -136,7 +136,7 @@ class SimulatedStep:
 
     def drawn(self) -> DrawnStep:
         """The part of it that the picture shows."""
-        from .schedule_picture import DrawnStep
+        from ..compiler.report.pipeline_picture import DrawnStep
 
         return DrawnStep(self.title, self.schedule, self.timeline, *self.memory_unit)
 

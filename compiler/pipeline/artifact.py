@@ -184,6 +184,17 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
     return WrittenPipeline(stages, state, examples, source, ties, names)
 
 
+def read_pipeline_plan(folder: Path) -> tuple[PipelinePlan, Source]:
+    """Reads the plan of a written pipeline and the origin of its model; nothing of it runs.
+
+    Raises:
+        UsageError: IRC431 when the file is missing or damaged.
+    """
+    with undamaged(folder / PIPELINE_FILE):
+        described: dict[str, Any] = read_json((folder / PIPELINE_FILE).read_text())
+        return PipelinePlan.from_json(described), Source.from_json(described["source"])
+
+
 def written_source(folder: Path) -> Source:
     """Reads the origin of the model of a written pipeline.
 

@@ -47,6 +47,7 @@ def plan_of(
         costs=costs.source,
         planning_seconds=planned.seconds,
         reordered=tuple(reached),
+        timeline=planned.timeline,
     )
 
 

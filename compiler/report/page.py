@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...ir import (
@@ -20,6 +16,7 @@ from ...ir import (
     group_of,
     printable,
 )
+from .filled import filled
 from .front import FrontPoint, next_budget
 
 __all__ = ["page"]
@@ -62,9 +59,7 @@ def page(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint]
         memory: The memory of its step, and of the original's.
         front: Points of its front, which are drawn if there are any.
     """
-    template = Path(__file__).with_name("report.html").read_text("utf-8")
-    data = json.dumps(_data(title, plan, memory, front), separators=(",", ":")).encode()
-    return template.replace("@DATA@", base64.b64encode(zlib.compress(data, 9)).decode())
+    return filled("report.html", _data(title, plan, memory, front))
 
 
 def _data(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint]) -> dict[str, Any]:

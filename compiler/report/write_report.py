@@ -9,15 +9,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ir import Plan, StepMemory, UsageError, require
+from ...ir import Plan, StepMemory, UsageError, printable, require
 from ...ir.files import write_whole
+from ...ir.pipeline.plan import PipelinePlan
+from ...ir.pipeline.schedule import PipelineSchedule
+from ...ir.pipeline.timing import PipelineTimeline
+from ...ir.units import memory_unit
 from ..reports import UNWRITABLE
 from .front import FrontPoint
 from .page import page
+from .pipeline_page import pipeline_page
+from .pipeline_trace import trace_events
 from .timeline_picture import draw_timelines
 from .traces import chrome_trace, memory_snapshot
 
-__all__ = ["check_report", "report", "write_report"]
+__all__ = ["check_report", "report", "write_pipeline_report", "write_report"]
 
 _PICTURES = (".svg", ".png")
 
@@ -86,6 +92,53 @@ def write_report(
     write_whole(path, content, UNWRITABLE)
 
 
+def write_pipeline_report(path: Path, title: str, plan: PipelinePlan) -> None:
+    """Writes a report of a pipeline: a page, a picture, or a trace of its simulated step.
+
+    Args:
+        path: The file.
+        title: The name of the model.
+        plan: The plan.
+
+    Raises:
+        UsageError: IRC400 and IRC448 as `check_report`, and for a snapshot; IRC442 when the file cannot be
+            written; IRC595 if the plan has no simulated step.
+    """
+    check_report(path, "the report")
+    if plan.timeline is None:
+        raise UsageError(
+            "IRC595",
+            "this plan does not know its simulated step",
+            help="plan the pipeline again with this version",
+        )
+    if path.suffix == ".pickle":
+        raise UsageError(
+            "IRC400",
+            f"a pipeline has no snapshot: {path}",
+            help="give a file ending in .html, .svg, .png or .json",
+        )
+    if path.suffix == ".html":
+        content = pipeline_page(title, plan, plan.timeline).encode()
+    elif path.suffix == ".json":
+        content = json.dumps(trace_events(plan.timeline), separators=(",", ":")).encode()
+    else:
+        content = _pipeline_picture(title, plan, plan.timeline, path.suffix.removeprefix("."))
+    write_whole(path, content, UNWRITABLE)
+
+
+def _pipeline_picture(title: str, plan: PipelinePlan, timeline: PipelineTimeline, kind: str) -> bytes:
+    from .pipeline_picture import DrawnStep, draw_pipelines
+
+    divisor, unit, _ = memory_unit(max(plan.peak_bytes))
+    schedule = PipelineSchedule(
+        plan.schedule,
+        tuple(stage.device for stage in plan.stages),
+        plan.micro_batches,
+        tuple(tuple(timed.action for timed in line) for line in timeline.lines),
+    )
+    return draw_pipelines([DrawnStep(printable(title), schedule, timeline, divisor, unit)], kind)
+
+
 def report(fitted: Any, path: str | os.PathLike[str]) -> None:
     """Writes a report of a fitted module's plan.
 
@@ -94,7 +147,7 @@ def report(fitted: Any, path: str | os.PathLike[str]) -> None:
     chrome://tracing; `.pickle` a snapshot for pytorch.org/memory_viz.
 
     Args:
-        fitted: What `irc.optimize` returned, or its plan.
+        fitted: What `irc.optimize` or `irc.pipeline` returned, or its plan.
         path: The file to write; an earlier one is replaced.
 
     Raises:
@@ -102,7 +155,9 @@ def report(fitted: Any, path: str | os.PathLike[str]) -> None:
             written; IRC448 for a picture without the extra `plot`; IRC595 if the plan does not know its
             memory.
     """
-    plan = fitted if isinstance(fitted, Plan) else getattr(fitted, "plan", None)
+    plan = fitted if isinstance(fitted, Plan | PipelinePlan) else getattr(fitted, "plan", None)
+    if isinstance(plan, PipelinePlan):
+        return write_pipeline_report(Path(path), "A pipeline", plan)
     if not isinstance(plan, Plan):
         raise UsageError(
             "IRC400", f"a {type(fitted).__name__} has no plan", help="give what irc.optimize returned"

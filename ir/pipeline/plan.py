@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..printable import printable
 from ..reordered import Reordered, reordered_lines
 from ..units import format_bytes
+from .timing import PipelineTimeline
 
 __all__ = ["PipelinePlan", "StageSummary"]
 
@@ -71,6 +72,7 @@ class PipelinePlan:
         costs: The source of seconds and workspaces.
         planning_seconds: The time that planning took.
         reordered: The tensors that sums in another order reach, with a bound of the difference.
+        timeline: The simulated step; None if an earlier version wrote the plan.
     """
 
     schedule: str
@@ -89,6 +91,7 @@ class PipelinePlan:
     costs: str
     planning_seconds: float
     reordered: tuple[Reordered, ...] = ()
+    timeline: PipelineTimeline | None = field(default=None, compare=False, repr=False)
 
     @property
     def devices(self) -> int:
@@ -107,7 +110,9 @@ class PipelinePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Writes the plan as JSON, which `from_json` reads."""
-        return {"format": _FORMAT, **asdict(self), "gap": self.gap, "speedup": self.speedup}
+        known = asdict(replace(self, timeline=None))
+        known["timeline"] = None if self.timeline is None else self.timeline.to_json()
+        return {"format": _FORMAT, **known, "gap": self.gap, "speedup": self.speedup}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> PipelinePlan:
@@ -137,6 +142,7 @@ class PipelinePlan:
             costs=str(data["costs"]),
             planning_seconds=float(data["planning_seconds"]),
             reordered=tuple(Reordered.from_json(row) for row in data.get("reordered", ())),
+            timeline=None if data.get("timeline") is None else PipelineTimeline.from_json(data["timeline"]),
         )
 
     def summary(self) -> str:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import UsageError
 from .schedule import Action, PipelineSchedule, Work, execution_order, needed_before, result_of
@@ -140,6 +141,58 @@ class PipelineTimeline:
     lines: tuple[tuple[TimedAction, ...], ...]
     transfers: tuple[TimedTransfer, ...]
     memory: tuple[tuple[MemoryPoint, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as JSON-ready data."""
+        return {
+            "lines": [[[str(t.action), t.start_seconds, t.end_seconds] for t in line] for line in self.lines],
+            "transfers": [
+                [
+                    sent.transfer.source_stage,
+                    sent.transfer.target_stage,
+                    sent.transfer.nbytes,
+                    sent.micro_batch,
+                    sent.source_device,
+                    sent.target_device,
+                    sent.start_seconds,
+                    sent.end_seconds,
+                ]
+                for sent in self.transfers
+            ],
+            "memory": [[[point.seconds, point.nbytes] for point in points] for points in self.memory],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PipelineTimeline:
+        """Reads what `to_json` gives.
+
+        Raises:
+            ValueError: For a row that is none.
+            LookupError: When something is missing.
+        """
+        return PipelineTimeline(
+            tuple(
+                tuple(TimedAction(Action.parse(str(text)), float(a), float(b)) for text, a, b in line)
+                for line in data["lines"]
+            ),
+            tuple(
+                TimedTransfer(
+                    Transfer(int(source), int(target), int(nbytes), float(end) - float(start)),
+                    int(micro_batch),
+                    int(from_device),
+                    int(to_device),
+                    float(start),
+                    float(end),
+                )
+                for source, target, nbytes, micro_batch, from_device, to_device, start, end in data[
+                    "transfers"
+                ]
+            ),
+            tuple(
+                tuple(MemoryPoint(float(seconds), int(nbytes)) for seconds, nbytes in points)
+                for points in data["memory"]
+            ),
+        )
 
     @property
     def step_seconds(self) -> float:

@@ -22,8 +22,10 @@ from torch.cuda import _memory_viz  # pyright: ignore[reportPrivateUsage]
 import irc
 from irc.compiler.report.front import PLAN, front_of, next_budget
 from irc.compiler.report.page import page
+from irc.compiler.report.pipeline_page import pipeline_page
 from irc.compiler.report.traces import chrome_trace, memory_snapshot
 from irc.ir import Kind, MemoryTimeline, Plan, Resident, StepMemory, TimelineStep, UsageError
+from irc.ir.pipeline.plan import PipelinePlan
 from irc.passes import PassManager, Program, parse_passes
 from irc.tools import cli
 
@@ -236,3 +238,58 @@ def test_a_measured_step_stands_beside_the_predicted_one(
     measured = [e for e in events if e.get("name") == "aten::mm"]
     predicted = [e for e in events if e.get("args", {}).get("operation") == "aten.mm.default"]
     assert measured and predicted
+
+
+# ---------------------------------------------------------------------- pipelines
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    module, (x,) = made()
+    return irc.pipeline(module, (x,), "2MiB", stages=2, micro_batches=4, schedule="zb-h1", costs="analytic")
+
+
+def test_a_page_of_a_pipeline_has_each_piece_of_work(pipeline: Any) -> None:
+    plan: PipelinePlan = pipeline.plan
+    timeline = plan.timeline
+    assert timeline is not None
+    data = data_of(pipeline_page("Model", plan, timeline))
+    drawn = [len(device["actions"]) for device in data["devices"]]
+    assert drawn == [len(line) for line in timeline.lines] and sum(drawn) == 2 * 4 * 3
+    assert sum(len(link["transfers"]) for link in data["links"]) == len(timeline.transfers)
+    assert [device["peak"] for device in data["devices"]] == list(plan.peak_bytes)
+    assert [row[4] for row in data["stages"]] == [stage.parameter_bytes for stage in plan.stages]
+
+
+def test_a_pipelines_step_reads_back(pipeline: Any) -> None:
+    plan: PipelinePlan = pipeline.plan
+    again = PipelinePlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan and again.timeline is not None and plan.timeline is not None
+    assert (again.timeline.lines, again.timeline.memory) == (plan.timeline.lines, plan.timeline.memory)
+    old = {name: value for name, value in plan.to_json().items() if name != "timeline"}
+    assert PipelinePlan.from_json(old).timeline is None
+
+
+@pytest.mark.parametrize("suffix", [".html", ".svg", ".json", ".pickle"])
+def test_pipelines_are_reported_by_suffix(suffix: str, pipeline: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"report{suffix}"
+    if suffix == ".pickle":
+        with pytest.raises(UsageError) as caught:
+            irc.report(pipeline, path)
+        assert caught.value.code == "IRC400" and not path.exists()
+        return
+    irc.report(pipeline, path)
+    assert path.stat().st_size > 1000
+    with pytest.raises(UsageError) as caught:
+        irc.report(replace(pipeline.plan, timeline=None), path)
+    assert caught.value.code == "IRC595"
+
+
+def test_a_written_pipeline_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "made.py").write_text("from support.deep import made\n")
+    first, second = tmp_path / "first.html", tmp_path / "second.html"
+    command = ["optimize", f"{tmp_path / 'made.py'}:made", "--stages", "2", "--micro-batches", "4", "-q"]
+    more = ["--budget", "2MiB", "--costs", "analytic", "-o", str(tmp_path / "plan"), "--report", str(first)]
+    assert cli.main([*command, *more]) == 0
+    assert cli.main(["report", str(tmp_path / "plan"), "-o", str(second)]) == 0
+    assert first.read_text() == second.read_text()

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from support.pipelining import Sample, pipelines
 
+from irc.compiler.report.pipeline_trace import trace_events
 from irc.ir.pipeline.schedule import PipelineSchedule
 from irc.ir.pipeline.timing import simulate_pipeline
 from irc.passes.pipeline import SCHEDULES, pipeline_schedule
 from irc.tools.cli import main
 from irc.tools.schedule_report import EqualStages, simulate_known
-from irc.tools.schedule_trace import trace_events
 
 
 def _output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

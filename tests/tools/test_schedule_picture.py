@@ -4,8 +4,8 @@ from hypothesis import given
 from support.examples import examples
 from support.pipelining import Sample, pipelines
 
+from irc.compiler.report.pipeline_picture import DrawnStep, draw_pipelines
 from irc.ir.pipeline.timing import simulate_pipeline
-from irc.tools.schedule_picture import DrawnStep, draw_pipelines
 from irc.tools.schedule_report import EqualStages, simulate_known
 
 

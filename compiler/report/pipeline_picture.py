@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..compiler.pictures import STYLE, rendered
-from ..ir.pipeline.schedule import PipelineSchedule, Work
-from ..ir.pipeline.timing import MemoryPoint, PipelineTimeline
+from ...ir.pipeline.schedule import PipelineSchedule, Work
+from ...ir.pipeline.timing import MemoryPoint, PipelineTimeline
+from ..pictures import STYLE, rendered
 
 __all__ = ["DrawnStep", "draw_pipelines"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..ir.pipeline.timing import PipelineTimeline, TimedTransfer
+from ...ir.pipeline.timing import PipelineTimeline, TimedTransfer
 
 __all__ = ["trace_events"]
 

@@ -191,6 +191,7 @@ class MemoryTimeline:
         )
         timeline = MemoryTimeline(steps, residents, copies, bool(data["has_seconds"]))
         for each in residents:
+            Kind(each.kind)
             if not (0 <= each.first <= each.last < len(steps) and -1 <= each.maker < len(steps)):
                 raise ValueError(f"{each.name} is there from step {each.first} to {each.last}")
         return timeline

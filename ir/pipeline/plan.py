@@ -125,7 +125,7 @@ class PipelinePlan:
         if data["format"] != _FORMAT:
             raise ValueError(f"format is {data['format']!r}, not {_FORMAT!r}")
         _check_numbers(data)
-        return PipelinePlan(
+        plan = PipelinePlan(
             schedule=str(data["schedule"]),
             micro_batches=int(data["micro_batches"]),
             budget_bytes=tuple(map(int, data["budget_bytes"])),
@@ -144,6 +144,8 @@ class PipelinePlan:
             reordered=tuple(Reordered.from_json(row) for row in data.get("reordered", ())),
             timeline=None if data.get("timeline") is None else PipelineTimeline.from_json(data["timeline"]),
         )
+        _check_timeline(plan)
+        return plan
 
     def summary(self) -> str:
         """Describes the plan in text: the step, then a line for each stage and each device."""
@@ -182,6 +184,27 @@ class PipelinePlan:
             )
         lines.append(f"{'costs':>16}  {self.costs}, planned in {self.planning_seconds:.1f} s")
         return "\n".join(lines)
+
+
+def _check_timeline(plan: PipelinePlan) -> None:
+    """Refuses, by ValueError, a step of other devices or stages than the plan's."""
+    timeline = plan.timeline
+    if timeline is None:
+        return
+    devices = range(plan.devices)
+    places = {stage.stage: stage.device for stage in plan.stages}
+    each_has_its_own = all(
+        places.get(timed.action.stage) == device
+        for device, line in enumerate(timeline.lines)
+        for timed in line
+    )
+    linked = all(
+        sent.source_device in devices and sent.target_device in devices for sent in timeline.transfers
+    )
+    if not len(timeline.lines) == len(timeline.memory) == plan.devices or not (each_has_its_own and linked):
+        raise ValueError("the simulated step is not of the plan's devices and stages")
+    if not all(timeline.memory):
+        raise ValueError("the simulated step of a device has no memory")
 
 
 # These are derived, and compare times.

@@ -197,6 +197,7 @@ def test_a_folder_is_reported_and_explained(
         (lambda data: data["planned"]["residents"].pop(0), "IRC129"),
         (lambda data: data["planned"]["residents"][0].__setitem__(2, "much"), "IRC431"),
         (lambda data: data.pop("original"), "IRC431"),
+        (lambda data: data["planned"]["residents"][0].__setitem__(1, "nothing"), "IRC431"),
     ],
 )
 def test_a_folder_whose_memory_is_not_the_plans_is_refused(
@@ -266,6 +267,11 @@ def test_a_pipelines_step_reads_back(pipeline: Any) -> None:
     again = PipelinePlan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again == plan and again.timeline is not None and plan.timeline is not None
     assert (again.timeline.lines, again.timeline.memory) == (plan.timeline.lines, plan.timeline.memory)
+    for change in ("lines", "memory"):
+        data = json.loads(json.dumps(plan.to_json()))
+        data["timeline"][change].reverse() if change == "lines" else data["timeline"][change].pop()
+        with pytest.raises(ValueError, match="simulated step"):
+            PipelinePlan.from_json(data)
     old = {name: value for name, value in plan.to_json().items() if name != "timeline"}
     assert PipelinePlan.from_json(old).timeline is None
 

@@ -116,7 +116,7 @@ def _step(module: nn.Module, *args: Any) -> tuple[list[Tensor], Tensor]:
 # ---------------------------------------------------------------------- numbers and bytes
 
 
-@examples(12)
+@examples(9)
 @given(st.lists(st.sampled_from(NAMES), min_size=2, max_size=8), st.sampled_from(["200%", "100%", "75%"]))
 def test_any_layers_have_the_numbers_of_eager_within_what_was_planned(names: list[str], budget: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

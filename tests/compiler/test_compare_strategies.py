@@ -35,6 +35,7 @@ def chain() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers), torch.randn(4096, 16)
 
 
+@pytest.mark.slow
 def test_no_strategy_beats_the_bound_and_each_says_what_it_takes() -> None:
     found = irc.compare(*chain(), budgets=["95%", "85%", "min"], costs="analytic", time_limit=1.0)
     assert len(found.budgets) == 3 and found.minimum_bytes in found.budgets
@@ -70,6 +71,7 @@ def test_plans_are_measured_if_asked() -> None:
         assert 0.95 * cell.peak_bytes < cell.measured.peak_bytes <= cell.peak_bytes
 
 
+@pytest.mark.slow
 def test_pytorchs_own_methods_are_measured_beside_the_plans() -> None:
     dropped = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 16))
     blocks = nn.Sequential(*(copy.deepcopy(dropped) for _ in range(4)))

@@ -206,6 +206,7 @@ def test_a_plan_without_weights_can_be_saved_and_asks_for_them(is_meta: bool) ->
 # ---------------------------------------------------------------------- configurations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, Lora(4), Lora(4, in_four_bits=True)])
 def test_a_configuration_is_estimated_as_its_model(tmp_path: Path, lora: Lora | None) -> None:
     path = config(tmp_path)

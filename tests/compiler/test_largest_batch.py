@@ -76,6 +76,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any], str]] = {
 BUDGET_BYTES = 150_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_largest_size_runs_and_one_more_is_refused(name: str) -> None:
     model, args, kwargs, axis = CASES[name]
@@ -111,6 +112,7 @@ def test_a_model_without_data_is_planned_but_not_measured() -> None:
         irc.max_batch(model, x, 200_000, costs="cpu", measure=True)
 
 
+@pytest.mark.slow
 def test_tensors_of_a_fake_mode_are_resized() -> None:
     with FakeTensorMode():
         model, x = Normed(), torch.randn(4, 32, requires_grad=True)

@@ -334,6 +334,7 @@ def test_heads_are_whole_unless_sums_may_differ() -> None:
         TileRows(1).run(Program(capture(module, args).graph))
 
 
+@pytest.mark.slow
 @given(st.integers(2, 40), st.integers(2, 9), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 @examples(12)
 def test_a_sum_over_tiles_is_off_by_its_bound_at_most(rows: int, tiles: int, dtype: torch.dtype) -> None:
@@ -416,6 +417,7 @@ class Odd(nn.Module):
         return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([7, 16, 33, 40]),
     st.sampled_from([5, 17, 32, 41]),

@@ -21,6 +21,7 @@ from ...ir import (
     UnsupportedError,
     UsageError,
     parse_program,
+    print_file,
     print_program,
     verify_graph,
     verify_schedule,
@@ -142,7 +143,7 @@ def _write(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[
 
 
 def _write_stage(folder: Path, name: str, schedule: Schedule) -> None:
-    (folder / f"{name}.irc").write_text(print_program(schedule))
+    (folder / f"{name}.irc").write_text(print_file(print_program(schedule)))
     (folder / f"{name}.py").write_text(emit_source(schedule))
 
 

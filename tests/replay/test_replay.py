@@ -81,7 +81,10 @@ def _made(case: str, folder: Path) -> dict[str, object]:
     factory = f"{HERE / 'models.py'}:{model}"
     assert main(["optimize", factory, *options, "-q", "-o", str(target)]) == 0
     programs = sorted(path for path in target.rglob("*.irc"))
-    text = "".join(f"{path.name}\n{path.read_text()}" for path in programs)
+    texts = [path.read_text() for path in programs]
+    assert all(text.startswith("irc 1\n") for text in texts)  # the plans were recorded before files said so
+    bodies = (text.removeprefix("irc 1\n") for text in texts)
+    text = "".join(f"{path.name}\n{body}" for path, body in zip(programs, bodies, strict=True))
     assert programs and text
     keep = os.environ.get("IRC_REPLAY_DIR")
     if keep:

@@ -44,21 +44,22 @@ def plugins(group: str) -> Mapping[str, EntryPoint]:
 
 
 @cache
-def load_plugin(group: str, name: str) -> Any:
+def load_plugin(group: str, name: str, kind: type[Any] = object) -> Any:
     """Imports what an entry point names; None if no distribution has one of that name.
 
     Args:
         group: One of `GROUPS`.
         name: The name of the entry point.
+        kind: The class that it has to be of.
 
     Raises:
-        UsageError: IRC597 if it cannot be imported, or as `plugins`.
+        UsageError: IRC597 if it cannot be imported, if it is of another class, or as `plugins`.
     """
     entry = plugins(group).get(name)
     if entry is None:
         return None
     try:
-        return entry.load()
+        found = entry.load()
     except Exception as error:
         raise UsageError(
             "IRC597",
@@ -66,6 +67,13 @@ def load_plugin(group: str, name: str) -> Any:
             f"{type(error).__name__}: {printable(str(error), 300)}",
             help=f"mend or uninstall {_owner(entry)}",
         ) from error
+    if not isinstance(found, kind):
+        raise UsageError(
+            "IRC597",
+            f"{name!r} of {_owner(entry)} ({printable(entry.value)}) is not a {kind.__name__}",
+            help=f"mend or uninstall {_owner(entry)}; {group} names {GROUPS[group]}",
+        )
+    return found
 
 
 def _owner(entry: EntryPoint) -> str:

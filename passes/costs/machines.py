@@ -330,8 +330,8 @@ def machine_named(name: str) -> Machine:
     """
     if name in MACHINES:
         return MACHINES[name]
-    other = load_plugin("irc.machines", name)
-    if isinstance(other, Machine):
+    other = load_plugin("irc.machines", name, Machine)
+    if other is not None:
         return other
     path = Path(name)
     if path.suffix == ".json" or len(path.parts) > 1:

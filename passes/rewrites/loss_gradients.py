@@ -34,7 +34,8 @@ class LossGradientsInForward:
     Backward multiplies them by the gradient of the loss, and for a mean divides by the weight of the classes.
     In tiles of rows, each tile of the logits then exists once: forward makes it, and the gradients from it.
     A head is eligible if its operations of backward are linear in the gradient of one cross entropy, a mean
-    or a sum. The numbers are rounded otherwise than the model's own: the operations carry `reordered`.
+    or a sum without weights of classes. The numbers are rounded otherwise than the model's own: the
+    operations carry `reordered`.
 
     Source:
         Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training (2024), section 3.2.
@@ -110,6 +111,8 @@ def _heads(graph: Graph, region: RowRegion) -> Iterator[_Head]:
     (gradient,), (loss,) = gradients, losses
     given, weight = gradient.operands[0], gradient.arguments[-1]
     is_plain = gradient.arguments[4] in (MEAN, TOTAL) and weight is loss.results[1]
+    if gradient.arguments[3] is not None:
+        return  # weights may add up to zero: rows that weigh nothing have no number then, others zeros
     if not is_plain or given.type.shape or given.type.dtype not in (DType.FLOAT32, DType.FLOAT64):
         return
     moved = _movable(graph, backward, gradient)

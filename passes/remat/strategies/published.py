@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ....ir import UsageError, load_plugin, plugins
+from ....ir import UsageError, load_plugin
 from ..problem import CheckpointProblem, Solution
 from .blocks import per_block
 from .checkmate import checkmate
@@ -130,13 +130,14 @@ PUBLISHED = (
 
 
 def strategy_named(name: str) -> tuple[Strategy, int] | None:
-    """The strategy of a name, such as `every-8`, and the number in it; None if there is none."""
-    for strategy in (
-        *PUBLISHED,
-        *(load_plugin("irc.strategies", each) for each in plugins("irc.strategies")),
-    ):
+    """The strategy of a name, such as `every-8`, and the number in it; None if there is none.
+
+    A distribution's own is imported if no published one has the name.
+    """
+    for strategy in PUBLISHED:
         pattern = strategy.name.replace("<k>", "([1-9][0-9]{0,8})").replace("<n>", "(0|[1-9][0-9]{0,8})")
         found = re.fullmatch(pattern, name)
         if found is not None:
             return strategy, int(found[1]) if found.groups() else 0
-    return None
+    other = load_plugin("irc.strategies", name, Strategy)
+    return None if other is None else (other, 0)

@@ -70,9 +70,9 @@ def pass_kinds() -> dict[str, type[Any]]:
     """Returns the passes by their names, those of other distributions last.
 
     Raises:
-        UsageError: IRC597 if one of them cannot be imported.
+        UsageError: IRC597 if one of them cannot be imported, IRC404 if one is not a pass.
     """
-    return {**_PASSES, **{name: load_plugin("irc.passes", name) for name in plugins("irc.passes")}}
+    return {**_PASSES, **{name: _kind(name) for name in plugins("irc.passes")}}
 
 
 _RENAMED = {"select-checkpoints": "plan-memory"}
@@ -176,16 +176,7 @@ def _parse_pass(name: str, options: str) -> Pass:
     if name in _RENAMED:
         warnings.warn(f"the pass {name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=3)
         name = _RENAMED[name]
-    kind: type[Any] | None = _PASSES.get(name) or load_plugin("irc.passes", name)
-    if kind is None:
-        known = (*_PASSES, *plugins("irc.passes"))
-        raise UsageError("IRC404", f"there is no pass {name!r}", help=f"passes: {', '.join(known)}")
-    if not _is_pass(kind, name):
-        raise UsageError(
-            "IRC404",
-            f"the pass {name!r} of another distribution is not a dataclass of that name",
-            help=f"write class Pass with `name: ClassVar[str] = {name!r}` and @dataclass(frozen=True)",
-        )
+    kind = _kind(name)
     fields = {f.name.replace("_", "-"): f for f in _options(kind)}
     values: dict[str, Any] = {}
     for option in filter(None, (part.strip() for part in options.split(","))):
@@ -203,8 +194,29 @@ def _parse_pass(name: str, options: str) -> Pass:
     return kind(**values)
 
 
+def _kind(name: str) -> type[Any]:
+    """The class of a pass by its name, perhaps of another distribution."""
+    kind: Any = _PASSES.get(name) or load_plugin("irc.passes", name)
+    if kind is None:
+        known = (*_PASSES, *plugins("irc.passes"))
+        raise UsageError("IRC404", f"there is no pass {name!r}", help=f"passes: {', '.join(known)}")
+    if not _is_pass(kind, name):
+        raise UsageError(
+            "IRC404",
+            f"the pass {name!r} of another distribution is not a dataclass of that name whose options have "
+            "defaults",
+            help=f"write a class with `name: ClassVar[str] = {name!r}` and @dataclass(frozen=True)",
+        )
+    return kind
+
+
 def _is_pass(kind: object, name: str) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and getattr(kind, "name", None) == name
+    if not (
+        isinstance(kind, type) and dataclasses.is_dataclass(kind) and getattr(kind, "name", None) == name
+    ):
+        return False
+    missing = dataclasses.MISSING
+    return all(f.default is not missing or f.default_factory is not missing for f in dataclasses.fields(kind))
 
 
 def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:

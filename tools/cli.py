@@ -85,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (sys.argv[1:] if argv is None else argv):
             known.print_help()
             return 0
-        apply_config(known.commands, Path.cwd())
         options = known.parse_args(argv)
+        if apply_config(known.commands, Path.cwd(), options):
+            options = known.parse_args(argv)
         return options.command(options)
     except IrcError as error:
         _report(error)

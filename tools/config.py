@@ -26,14 +26,21 @@ KEYS = (
 """The options that may have a default: none that names a file to write, or code to run."""
 
 
-def apply_config(parsers: Mapping[str, argparse.ArgumentParser], folder: Path) -> None:
+def apply_config(
+    parsers: Mapping[str, argparse.ArgumentParser], folder: Path, given: argparse.Namespace
+) -> bool:
     """Gives options of commands the defaults of `[tool.irc]`, and of `[tool.irc.COMMAND]`.
 
-    The nearest pyproject.toml counts, of the folder or one above it.
+    The nearest pyproject.toml counts, of the folder or one above it. A pipeline of passes says all in its own
+    way, and devices their budgets: beside `--passes` there are no defaults, beside `--device` no budget.
 
     Args:
         parsers: The parsers of the commands, by their names.
         folder: Where to begin.
+        given: What the command line says.
+
+    Returns:
+        Whether there are any: the command line is to be read again then.
 
     Raises:
         UsageError: IRC596 for a file that cannot be read, another option or a value that the option does not
@@ -41,7 +48,7 @@ def apply_config(parsers: Mapping[str, argparse.ArgumentParser], folder: Path) -
     """
     file = next((f for each in (folder, *folder.parents) if (f := each / "pyproject.toml").is_file()), None)
     if file is None:
-        return
+        return False
     table = _table(file)
     own = {name: values for name, values in table.items() if isinstance(values, dict)}
     unknown = [name for name in own if name not in parsers]
@@ -50,6 +57,7 @@ def apply_config(parsers: Mapping[str, argparse.ArgumentParser], folder: Path) -
             file, f"[tool.irc.{printable(unknown[0])}] is of no command", f"commands: {', '.join(parsers)}"
         )
     shared = {name: value for name, value in table.items() if name not in own}
+    excluded = {*_excluded(given)}
     for name, values in (("", shared), *own.items()):
         for key in values:
             if key not in KEYS:
@@ -59,13 +67,22 @@ def apply_config(parsers: Mapping[str, argparse.ArgumentParser], folder: Path) -
         values = {**shared, **own.get(command, {})}
         for action in _actions(parser):
             key = action.option_strings[0].removeprefix("--")
-            if key in values:
+            if key in values and key not in excluded:
                 parser.set_defaults(**{action.dest: _value(file, key, values[key], action)})
         missing = own.get(command, {}).keys() - {
             a.option_strings[0].removeprefix("--") for a in _actions(parser)
         }
         if missing:
             raise _refused(file, f"irc {command} has no option --{min(missing)}", f"see irc {command} --help")
+    return bool(table)
+
+
+def _excluded(given: argparse.Namespace) -> Iterator[str]:
+    """Yields the options that others on the command line exclude."""
+    if getattr(given, "passes", None):
+        yield from KEYS
+    if getattr(given, "device", None):
+        yield "budget"
 
 
 def _table(file: Path) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir import Graph, IrcError, Schedule, UsageError, VerificationError, print_graph
+from ..ir import Graph, IrcError, Schedule, UsageError, VerificationError, print_graph, printable
 from ..ir.files import write_whole
 from ..ir.text import parse_file, print_file, print_program
 from .options import Commands, add_verbosity
@@ -159,9 +160,9 @@ def _reproduce(path: Path, steps: Any, program: Program, error: Exception) -> No
 
     kind = error.code if isinstance(error, IrcError) else type(error).__name__
     plain = replace(program, costs=None, schedule=None, plan=None)
-    head = f"# {kind} in {steps[0].name}\n# irc opt {path} --passes '{PassManager(steps)}'\n"
-    write_whole(path, head + print_file(_text(plain)))
-    print(
-        f"written: {path}, which fails again by: irc opt {path} --passes '{PassManager(steps)}'",
-        file=sys.stderr,
+    again = printable(
+        f"irc opt {shlex.quote(str(path))} --passes {shlex.quote(str(PassManager(steps)))}", 4000
     )
+    head = f"# {kind} in {steps[0].name}\n# {again}\n"
+    write_whole(path, head + print_file(_text(plain)))
+    print(f"written: {printable(str(path))}, which fails again by: {again}", file=sys.stderr)

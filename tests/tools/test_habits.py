@@ -15,7 +15,7 @@ from irc.tools.config import KEYS, apply_config
 
 def parsed(*argv: str, folder: Path) -> argparse.Namespace:
     known = cli.parser()
-    apply_config(known.commands, folder)
+    apply_config(known.commands, folder, known.parse_args([*argv]))
     return known.parse_args([*argv])
 
 
@@ -60,6 +60,10 @@ def test_a_project_has_defaults_that_the_command_line_goes_before(tmp_path: Path
     assert parsed("estimate", "m.onnx", folder=tmp_path).budget == "4GB"
     assert parsed("compare", "m.onnx", folder=tmp_path).gap == 0.25
     assert parsed("optimize", "m.onnx", folder=tmp_path).gap != 0.25
+    whole = parsed("optimize", "m.onnx", "--passes", "cost,plan-memory", folder=tmp_path)
+    assert whole.budget is None and whole.exact is None and not whole.swap
+    devices = parsed("optimize", "m.onnx", "--stages", "2", "--device", "4GiB", folder=tmp_path)
+    assert devices.budget is None and devices.time_limit == 7.0
 
 
 @pytest.mark.parametrize(

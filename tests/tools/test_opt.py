@@ -257,3 +257,29 @@ def test_a_pass_that_is_no_dataclass_of_its_name_is_refused(installed: Callable[
     installed("irc-odd", {"odd_of_irc": "class Odd: pass"}, {"irc.passes": {"odd": "odd_of_irc:Odd"}})
     status, _, err = irc("opt", HEAD, "--passes", "odd")
     assert status == 2 and "error[IRC404]" in err and "is not a dataclass of that name" in err
+    assert irc("passes")[0] == 2
+
+
+def test_what_is_not_asked_for_is_not_imported(installed: Callable[..., None], irc: Run) -> None:
+    broken = {"mute": "mute_of_irc:mute"}
+    installed(
+        "irc-mute", {"mute_of_irc": "raise RuntimeError"}, {"irc.strategies": broken, "irc.machines": broken}
+    )
+    for passes in ("cost{profile=cpu},plan-memory{strategy=min-cut}", "cost{profile=cpu},plan-memory"):
+        assert irc("opt", HEAD, "--passes", passes)[0] == 0
+    for passes in ("cost{profile=mute}", "cost{profile=cpu},plan-memory{strategy=mute}"):
+        status, _, err = irc("opt", HEAD, "--passes", passes)
+        assert status == 2 and "error[IRC597]" in err and "irc-mute" in err
+
+
+def test_an_entry_point_of_another_class_is_refused(installed: Callable[..., None], irc: Run) -> None:
+    installed("irc-odd", {"odd_class_of_irc": "odd = 3"}, {"irc.strategies": {"odd": "odd_class_of_irc:odd"}})
+    status, _, err = irc("opt", HEAD, "--passes", "cost{profile=cpu},plan-memory{strategy=odd}")
+    assert status == 2 and "is not a Strategy" in err
+
+
+def test_a_reproducers_name_is_quoted_for_the_shell(irc: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "a'; echo owned; '\n# x.irc"
+    irc("opt", HEAD, "--passes", "cost{profile=cpu},plan-memory{budget=10}", "--reproducer", kept)
+    assert "echo owned; '\"'\"'" in kept.read_text().splitlines()[1]
+    assert isinstance(parse_file(kept.read_text()), Graph)

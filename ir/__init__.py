@@ -1,7 +1,7 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
 from .annotation import Annotation, Policy, named_annotations
-from .decisions import Decision, Totals, by_module, group_of, merged_path
+from .decisions import ACTIONS, Decision, Totals, by_module, group_of, merged_path
 from .eager_memory import EagerMemory, OperandKind, OperationKind
 from .errors import (
     THROUGH_DYNAMO,
@@ -105,6 +105,7 @@ from .verify import verify_graph, verify_schedule
 
 __all__ = [
     "ACCUMULATE_GRADIENT",
+    "ACTIONS",
     "APPLY_GRADIENT",
     "EXTRAS",
     "FUSED",

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ACTIONS = ("keep", "recompute", "swap", "free")
-"""What becomes of a storage, in the order of the columns."""
+"""The actions of decisions, in the order of the columns."""
 
 _SMALL = 0.002
 """Rows with less than this part of all bytes are folded into one."""

@@ -279,7 +279,7 @@ class _Walk:
         self.open: dict[Storage, tuple[int, int, Kind]] = {}
         """The storages that are there: the step that brought each, the one that made it, and its kind."""
         self.made: dict[Storage, int] = {}
-        self.loss = 0
+        self.loss: int | None = None
 
     def timeline(self) -> MemoryTimeline:
         ran: set[Node] = set()
@@ -287,7 +287,7 @@ class _Walk:
             now = len(self.steps)
             match instruction:
                 case Compute(node, retained):
-                    again = node in ran or (self.loss and node.region is Region.FORWARD)
+                    again = node in ran or (self.loss is not None and node.region is Region.FORWARD)
                     phase = "recompute" if again else node.region.value
                     self.step(index, node.name, operation_of(node), phase, node)
                     self.compute(node, retained, now, Kind.RECOMPUTED if again else None)
@@ -344,7 +344,7 @@ class _Walk:
     def close(self, storage: Storage, last: int) -> None:
         if storage in self.open:
             first, maker, kind = self.open.pop(storage)
-            if kind is Kind.FORWARD and self.loss and first < self.loss <= last:
+            if kind is Kind.FORWARD and self.loss is not None and first < self.loss <= last:
                 kind = Kind.SAVED
             self.add(storage, first, last, maker, kind)
 

@@ -122,7 +122,7 @@ def _gradient(plan: Plan, parameter: str) -> str:
 
 
 def _floor(program: Program) -> str:
-    """What is alive at the moment below which no schedule goes."""
+    """Lists the bytes that are alive at the moment below which no schedule goes."""
     from ..passes import Floor, Planner
 
     problem = Planner(program).problem

@@ -152,7 +152,7 @@ def _write_reports(
     """Writes what --report asks for; pages show other budgets too."""
     from ..compiler.report import front_of, write_report
 
-    plan, front = optimized.plan, []
+    plan, front = optimized.plan, None
     if any(path.suffix == ".html" for path in options.report):
         with progress.phase("planning other budgets"):
             front = front_of(optimized.program, plan, request.plan)

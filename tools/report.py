@@ -52,7 +52,7 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     with progress.phase(f"reading {options.folder}"):
         plan, source, program = read_memory(options.folder)
-    front = []
+    front = None
     if not plan.tiers and any(path.suffix == ".html" for path in paths):
         with progress.phase("planning other budgets"):
             front = front_of(program, plan, PlanMemory(plan.budget_bytes))

@@ -22,6 +22,7 @@ def filled(template: str, data: dict[str, Any]) -> str:
     """
     packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
     parts = {
+        "@HEAD@": _read("head.html"),
         "@STYLE@": _read("report.css"),
         "@SHARED@": _read("shared.js"),
         "@DATA@": base64.b64encode(packed).decode(),

@@ -1,50 +1,32 @@
-"""Points of a plan's front: what other budgets would cost, and what some more bytes would buy."""
+"""Plans around a plan: what other budgets would cost, and what some more bytes would buy."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ...ir import BudgetError, Plan, TimeLimitError, format_bytes
 from ...passes import PlanMemory, Planner, Program
 
-__all__ = ["NEXT_BYTES", "FrontPoint", "front_of", "next_budget"]
+__all__ = ["NEXT", "PLAN", "SMALLEST", "Front", "front_of", "next_budget"]
 
-NEXT_BYTES = 100 << 20
-"""The bytes more whose worth a report tells."""
+Front = Mapping[str, Plan]
+"""Plans of one step within several budgets, in order of these, each by a name."""
 
+PLAN, SMALLEST, NEXT = "this plan", "smallest budget", "100 MiB more"
+"""The names of the plan itself, of the one with the least memory, and of the one with some more."""
+
+_NEXT_BYTES = 100 << 20
 _POINTS = 7
 _SECONDS = 8.0
-"""The time of the processor that all points together may take."""
+"""The time of the processor that all plans together may take."""
 
 _NOTHING = 5e-5
 """Overheads below this are written as none."""
 
-PLAN, SMALLEST, NEXT = "this plan", "smallest budget", "100 MiB more"
 
-
-@dataclass(frozen=True, slots=True)
-class FrontPoint:
-    """A plan of the same step within another budget.
-
-    Args:
-        budget_bytes: The budget.
-        peak_bytes: Predicted peak.
-        overhead: Predicted extra time, as a fraction of the step's.
-        bound: What no schedule within the budget goes below.
-        name: What it is beyond a point of the front; or "".
-    """
-
-    budget_bytes: int
-    peak_bytes: int
-    overhead: float
-    bound: float
-    name: str = ""
-
-
-def front_of(program: Program, plan: Plan, chooser: PlanMemory) -> list[FrontPoint]:
+def front_of(program: Program, plan: Plan, chooser: PlanMemory) -> Front:
     """Plans a program within some budgets around its plan's, each in a part of some seconds.
 
     Args:
@@ -53,59 +35,46 @@ def front_of(program: Program, plan: Plan, chooser: PlanMemory) -> list[FrontPoi
         chooser: The pass that chose it.
 
     Returns:
-        Points in order of their budgets, the plan's own among them; none if nothing was timed, or for the
-        first of several plans.
+        The plans, the given one among them; none if no operation was timed.
     """
-    here = FrontPoint(plan.budget_bytes, plan.peak_bytes, plan.overhead, plan.lower_bound_overhead, PLAN)
     if program.costs is None or not program.costs.has_times:
-        return []
+        return {}
     smallest, largest = plan.minimum_budget_bytes, plan.baseline_peak_bytes
     apart = max(largest - smallest, 0) / (_POINTS - 1)
-    wanted = {round(smallest + apart * k): "" for k in range(_POINTS)}
-    wanted[smallest] = SMALLEST
-    if plan.budget_bytes + NEXT_BYTES < largest:
-        wanted[plan.budget_bytes + NEXT_BYTES] = NEXT
-    wanted.pop(plan.budget_bytes, None)
+    budgets = [(smallest, SMALLEST), (plan.budget_bytes + _NEXT_BYTES, NEXT)]
+    budgets += [(round(smallest + apart * k), f"point {k}") for k in range(1, _POINTS)]
+    wanted = {name: nbytes for nbytes, name in budgets if nbytes <= largest and nbytes != plan.budget_bytes}
     planner = Planner(program)
     started = time.thread_time()
-    found = [here]
-    for place, (budget_bytes, name) in enumerate(sorted(wanted.items(), key=lambda each: each[1] == "")):
+    found = {PLAN: plan}
+    for place, (name, nbytes) in enumerate(wanted.items()):
         left = _SECONDS - (time.thread_time() - started)
         if left <= 0:
             break
-        within = _within(chooser, budget_bytes, left / (len(wanted) - place))
+        within = replace(chooser, budget=nbytes, time_limit=left / (len(wanted) - place))
         try:
             other = within.choose(planner).plan
         except (BudgetError, TimeLimitError):
             continue
         if other is not None:
-            found.append(
-                FrontPoint(budget_bytes, other.peak_bytes, other.overhead, other.lower_bound_overhead, name)
-            )
-    return sorted(found, key=lambda point: point.budget_bytes)
+            found[name] = other
+    return dict(sorted(found.items(), key=lambda each: each[1].budget_bytes))
 
 
-def _within(chooser: PlanMemory, budget_bytes: int, seconds: float) -> PlanMemory:
-    return replace(chooser, budget=budget_bytes, time_limit=max(seconds, 0.1))
-
-
-def next_budget(front: Sequence[FrontPoint]) -> str:
+def next_budget(front: Front) -> str:
     """Says what some more bytes would buy; "" if it is not known."""
-    here = next((point for point in front if point.name == PLAN), None)
+    here, more = front.get(PLAN), front.get(NEXT)
     if here is None:
         return ""
     if here.overhead < _NOTHING:
         return "The step takes as long as one that has all memory: more would buy nothing."
-    more = next((point for point in front if point.name == NEXT), None)
     if more is None:
-        full = min((p.budget_bytes for p in front if p.overhead < _NOTHING), default=math.inf)
-        return (
-            f"{format_bytes(int(full) - here.budget_bytes)} more would end all recomputation."
-            if full < math.inf
-            else ""
-        )
+        full = next((each for each in front.values() if each.overhead < _NOTHING), None)
+        if full is None:
+            return ""
+        return f"{format_bytes(full.budget_bytes - here.budget_bytes)} more would end all recomputation."
     saved = max(here.overhead - more.overhead, 0.0)
     return (
-        f"The next {format_bytes(NEXT_BYTES)} would save {saved:.2%} of a step: the overhead is "
+        f"The next {format_bytes(_NEXT_BYTES)} would save {saved:.2%} of a step: the overhead is "
         f"{more.overhead:.2%} in {format_bytes(more.budget_bytes)}, and {here.overhead:.2%} now."
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...ir import (
+    ACTIONS,
     Kind,
     MemoryTimeline,
     Plan,
@@ -16,26 +17,12 @@ from ...ir import (
     group_of,
     printable,
 )
+from .colors import COLORS
 from .filled import filled
-from .front import FrontPoint, next_budget
+from .front import Front, next_budget
 
 __all__ = ["page"]
 
-_COLORS = {
-    Kind.PARAMETERS: "hsl(215 18% 45%)",
-    Kind.BUFFERS: "hsl(215 14% 58%)",
-    Kind.CONSTANTS: "hsl(215 12% 68%)",
-    Kind.INPUTS: "hsl(200 26% 62%)",
-    Kind.OPTIMIZER: "hsl(255 22% 55%)",
-    Kind.GRADIENTS: "hsl(275 42% 60%)",
-    Kind.OUTPUTS: "hsl(190 50% 45%)",
-    Kind.RECOMPUTED: "hsl(28 88% 56%)",
-    Kind.FETCHED: "hsl(232 62% 64%)",
-    Kind.FORWARD: "hsl(205 45% 72%)",
-    Kind.BACKWARD: "hsl(320 38% 68%)",
-    Kind.WORKSPACE: "hsl(352 66% 62%)",
-    Kind.OTHER: "hsl(50 70% 55%)",
-}
 _SAVED_COLORS = (
     "hsl(142 48% 38%)",
     "hsl(88 48% 50%)",
@@ -50,19 +37,19 @@ _SAVED_COLORS = (
 _SAVED_BY_OTHERS = "hsl(135 16% 58%)"
 
 
-def page(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint] = ()) -> str:
+def page(title: str, plan: Plan, memory: StepMemory, front: Front | None = None) -> str:
     """Returns the report as HTML.
 
     Args:
         title: The name of the model.
         plan: The plan.
         memory: The memory of its step, and of the original's.
-        front: Points of its front, which are drawn if there are any.
+        front: Plans within other budgets, which are drawn if there are any.
     """
-    return filled("report.html", _data(title, plan, memory, front))
+    return filled("report.html", _data(title, plan, memory, front or {}))
 
 
-def _data(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint]) -> dict[str, Any]:
+def _data(title: str, plan: Plan, memory: StepMemory, front: Front) -> dict[str, Any]:
     timelines = {"The original model": memory.original, "The plan": memory.planned}
     bands = _Bands(timelines.values())
     texts = _Texts()
@@ -103,20 +90,14 @@ def _data(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint
         "modules": [
             [
                 name or "(model)",
-                *(totals.nbytes[action] for action in ("keep", "recompute", "swap", "free")),
+                *(totals.nbytes[action] for action in ACTIONS),
                 totals.seconds,
             ]
             for name, totals in by_module(plan.decisions).items()
         ],
         "front": [
-            {
-                "budget": p.budget_bytes,
-                "peak": p.peak_bytes,
-                "overhead": p.overhead,
-                "bound": p.bound,
-                "name": p.name,
-            }
-            for p in front
+            [each.budget_bytes, each.peak_bytes, each.overhead, each.lower_bound_overhead, name]
+            for name, each in front.items()
         ],
         "next": next_budget(front),
         "certificate": list(_certificate(plan)),
@@ -177,7 +158,7 @@ class _Bands:
 
     def _of_kind(self, kind: Kind) -> Iterator[tuple[str, str, str]]:
         if kind is not Kind.SAVED:
-            yield kind.value, "", _COLORS[kind]
+            yield kind.value, "", COLORS[kind]
             return
         named = [group for group in self.groups if group]
         for color, group in zip(_SAVED_COLORS, named, strict=False):

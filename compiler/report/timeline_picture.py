@@ -6,28 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...ir import Kind, MemoryTimeline, Plan, StepMemory, format_bytes, printable
 from ..pictures import STYLE, rendered
+from .colors import COLORS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw_timelines"]
-
-_COLORS = {
-    Kind.PARAMETERS: "#5f7189",
-    Kind.BUFFERS: "#8696a8",
-    Kind.CONSTANTS: "#a3aebb",
-    Kind.INPUTS: "#7aa9bd",
-    Kind.OPTIMIZER: "#7a6f9f",
-    Kind.GRADIENTS: "#a76cc4",
-    Kind.SAVED: "#4aa564",
-    Kind.OUTPUTS: "#3a97a8",
-    Kind.RECOMPUTED: "#f0933c",
-    Kind.FETCHED: "#6b7ae0",
-    Kind.FORWARD: "#a5c6dd",
-    Kind.BACKWARD: "#d492b7",
-    Kind.WORKSPACE: "#e0626f",
-    Kind.OTHER: "#d8bb40",
-}
 
 
 def draw_timelines(title: str, plan: Plan, memory: StepMemory, kind: str) -> bytes:
@@ -83,7 +67,7 @@ def _draw(axes: Axes, timeline: MemoryTimeline) -> dict[str, Any]:
             above[index] += (alive + more) / _UNIT
         if above != below:
             drawn[kind] = axes.fill_between(
-                times, below, above, step="post", color=_COLORS[kind], linewidth=0, label=kind.value
+                times, below, above, step="post", color=COLORS[kind], linewidth=0, label=kind.value
             )
         below = above
     peak = timeline.peak_step

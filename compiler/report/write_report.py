@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...ir.pipeline.schedule import PipelineSchedule
 from ...ir.pipeline.timing import PipelineTimeline
 from ...ir.units import memory_unit
 from ..reports import UNWRITABLE
-from .front import FrontPoint
+from .front import Front
 from .page import page
 from .pipeline_page import pipeline_page
 from .pipeline_trace import trace_events
@@ -28,20 +28,20 @@ __all__ = ["check_report", "report", "write_pipeline_report", "write_report"]
 _PICTURES = (".svg", ".png")
 
 
-def _page(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint]) -> bytes:
+def _page(title: str, plan: Plan, memory: StepMemory, front: Front | None) -> bytes:
     return page(title, plan, memory, front).encode()
 
 
-def _trace(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint]) -> bytes:
+def _trace(title: str, plan: Plan, memory: StepMemory, front: Front | None) -> bytes:
     timelines = {f"{title}, planned": memory.planned, f"{title}, original": memory.original}
     return json.dumps(chrome_trace(timelines), separators=(",", ":")).encode()
 
 
-def _snapshot(title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint]) -> bytes:
+def _snapshot(title: str, plan: Plan, memory: StepMemory, front: Front | None) -> bytes:
     return pickle.dumps(memory_snapshot(memory.planned), protocol=4)
 
 
-_KINDS: dict[str, Callable[[str, Plan, StepMemory, Sequence[FrontPoint]], bytes]] = {
+_KINDS: dict[str, Callable[[str, Plan, StepMemory, Front | None], bytes]] = {
     ".html": _page,
     ".json": _trace,
     ".pickle": _snapshot,
@@ -69,9 +69,7 @@ def check_report(path: Path, option: str) -> None:
         )
 
 
-def write_report(
-    path: Path, title: str, plan: Plan, memory: StepMemory, front: Sequence[FrontPoint] = ()
-) -> None:
+def write_report(path: Path, title: str, plan: Plan, memory: StepMemory, front: Front | None = None) -> None:
     """Writes a report of the kind that the file's suffix says, as a whole or not at all.
 
     Args:
@@ -79,7 +77,7 @@ def write_report(
         title: The name of the model.
         plan: The plan.
         memory: The memory of its step, and of the original's.
-        front: Points of its front, for a page.
+        front: Plans within other budgets, for a page.
 
     Raises:
         UsageError: IRC400 and IRC448 as `check_report`; IRC442 when the file cannot be written.

@@ -15,7 +15,7 @@ _SHOWN = 8
 """The number of groups that are shown by name."""
 
 _NOTICED = 1000
-"""What is less than this part of the floor is not worth advice."""
+"""Groups of less than this part of the floor are not worth advice."""
 
 _ROLES = {
     InputRole.PARAMETER: "parameters",

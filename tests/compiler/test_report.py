@@ -138,10 +138,10 @@ def test_a_front_has_the_plan_among_cheaper_and_dearer_ones() -> None:
     program = PassManager(passes).run(Program(capture(*made()).graph))
     assert program.plan is not None
     front = front_of(program, program.plan, passes[-1])  # type: ignore[arg-type]
-    (here,) = (point for point in front if point.name == PLAN)
-    assert here.peak_bytes == program.plan.peak_bytes and len(front) > 4
-    assert [p.overhead for p in front] == sorted((p.overhead for p in front), reverse=True)
-    assert all(point.bound <= point.overhead for point in front)
+    assert front[PLAN] is program.plan and len(front) > 4
+    overheads = [plan.overhead for plan in front.values()]
+    assert overheads == sorted(overheads, reverse=True)
+    assert all(plan.lower_bound_overhead <= plan.overhead for plan in front.values())
     assert "would end all recomputation" in next_budget(front)
 
 
@@ -150,7 +150,7 @@ def test_a_front_has_the_plan_among_cheaper_and_dearer_ones() -> None:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `irc optimize -o plan --report first.html` writes."""
+    """The folder of `irc optimize -o plan --report first.html`."""
     folder = tmp_path_factory.mktemp("planned")
     (folder / "made.py").write_text("from support.deep import made\n")
     command = ["optimize", f"{folder / 'made.py'}:made", "--budget", "60%", "--costs", "analytic", "-q"]
@@ -171,7 +171,7 @@ def test_a_folder_is_reported_and_explained(
     out = tmp_path / "second.html"
     assert cli.main(["report", str(written), "-o", str(out), "-o", str(tmp_path / "t.json")]) == 0
     data = data_of(out.read_text())
-    assert any(point["name"] == PLAN and point["peak"] == plan.peak_bytes for point in data["front"])
+    assert any(name == PLAN and peak == plan.peak_bytes for _, peak, _, _, name in data["front"])
     first = data_of((planned / "first.html").read_text())
     assert first["timelines"] == data["timelines"] and first["modules"] == data["modules"]
     capsys.readouterr()

@@ -32,18 +32,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def irc(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process: its exit status, stdout and stderr."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        status = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
-
-
 def refused(result: tuple[int, str, str], status: int, code: str, text: str) -> str:
     """Checks a refusal: its exit status, one line that says what is wrong, and a help line."""
     found, out, err = result

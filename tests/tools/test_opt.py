@@ -18,7 +18,6 @@ from irc.frontends.onnx.lowerings import find
 from irc.frontends.torch import capture
 from irc.ir import Graph, Schedule, UsageError, load_plugin, parse_file, plugins, print_file, print_graph
 from irc.passes import PassManager, Program, machine_named, parse_passes, pass_kinds
-from irc.tools import cli
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "filecheck"
@@ -26,16 +25,6 @@ LIT = Path(sys.executable).with_name("lit")
 HEAD = CASES / "tile_rows.irc"
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def irc(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*argv: object) -> tuple[int, str, str]:
-        status = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def test_a_file_is_read_rewritten_and_printed(

@@ -61,6 +61,7 @@ from .model_source import Source
 from .operation_allowlist import check_operations
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
+from .tiers import tier_kind
 
 __all__ = [
     "CONSTANT",
@@ -421,10 +422,7 @@ def undamaged(file: Path) -> Generator[None]:
         ) from error
 
 
-_TIER_KINDS: dict[str, type[DiskTierConfig | HostTierConfig]] = {
-    "disk": DiskTierConfig,
-    "host": HostTierConfig,
-}
+_TIER_KINDS: dict[str, type[TierConfig]] = {"disk": DiskTierConfig, "host": HostTierConfig}
 
 
 def tier_to_json(config: TierConfig) -> dict[str, Any]:
@@ -435,7 +433,8 @@ def tier_to_json(config: TierConfig) -> dict[str, Any]:
 def tier_from_json(row: dict[str, Any]) -> TierConfig:
     """Reads what `tier_to_json` wrote."""
     known = dict(row)
-    config = _TIER_KINDS[known.pop("kind")](**known)
+    kind = known.pop("kind")
+    config = (_TIER_KINDS.get(kind) or tier_kind(kind) or _TIER_KINDS[kind])(**known)
     folder = getattr(config, "folder", None)
     is_whole = isinstance(cast(object, config.name), str) and type(config.capacity_bytes) is int
     if not is_whole or config.capacity_bytes < 0 or not isinstance(folder, str | None):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 import timeit
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from ..backends.torch import DiskTierConfig, HostTierConfig, TierConfig
-from ..ir import Tier, TierRequest, UsageError, format_bytes, parse_tiers
+from ..backends.torch.offload import RunningTier, Slot, Ticket
+from ..ir import Tier, TierRequest, UsageError, format_bytes, load_plugin, parse_tiers
 from ..passes import OFFLOADABLE, OfferTiers
-from ..passes.costs.measure_tiers import measure_tier, tier_bytes
+from ..passes.costs.measure_tiers import measure_copies, measure_tier, tier_bytes
 from ..passes.costs.this_machine import this_machine
 
-__all__ = ["device_of", "measured_tiers", "offer", "tier_configs", "what_moves"]
+__all__ = ["device_of", "measured_tiers", "offer", "plugin_config", "tier_configs", "tier_kind", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
@@ -110,21 +113,27 @@ def _measured(step: OfferTiers, device: torch.device) -> list[Tier]:
     found: list[Tier] = []
     speedup = _speedup(device)
     for request in step.requests():
+        theirs = plugin_config(request)
+        if theirs is not None:
+            found.append(_slower(_measured_plugin(theirs, device), speedup))
+            continue
         machine = this_machine(str(device), request.folder)
         known = {tier.name: tier for tier in machine.tiers} if machine is not None else {}
         tier = known.get(request.name) or measure_tier(request.name, request.folder, device=str(device))
         free_bytes = tier_bytes(request.name, request.folder)
         capacity_bytes = free_bytes if request.capacity_bytes is None else request.capacity_bytes
-        found.append(
-            replace(
-                tier,
-                capacity_bytes=capacity_bytes,
-                out_bytes_per_second=tier.out_bytes_per_second / speedup,
-                in_bytes_per_second=tier.in_bytes_per_second / speedup,
-                latency_seconds=tier.latency_seconds * speedup,
-            )
-        )
+        found.append(_slower(replace(tier, capacity_bytes=capacity_bytes), speedup))
     return found
+
+
+def _slower(tier: Tier, factor: float) -> Tier:
+    """Returns a tier whose copies take that many times as long."""
+    return replace(
+        tier,
+        out_bytes_per_second=tier.out_bytes_per_second / factor,
+        in_bytes_per_second=tier.in_bytes_per_second / factor,
+        latency_seconds=tier.latency_seconds * factor,
+    )
 
 
 _SIZE = 512
@@ -152,6 +161,87 @@ def _speedup(device: torch.device) -> float:
     return max(seconds(1) / seconds(threads), 1.0)
 
 
+# ---------------------------------------------------------------------- tiers of other distributions
+
+
+def tier_kind(name: str) -> type[TierConfig] | None:
+    """Imports the config of a tier of another distribution; None if no entry point has that name.
+
+    Raises:
+        UsageError: IRC597 if it cannot be imported, or is not a `TierConfig` of that kind.
+    """
+    found = load_plugin("irc.tiers", name, TierConfig)
+    if found is not None and (not isinstance(found, type) or found.kind != name):
+        raise UsageError(
+            "IRC597",
+            f"the entry point {name!r} in irc.tiers does not name a TierConfig whose kind is {name!r}",
+            help="mend or uninstall its distribution",
+        )
+    return found
+
+
+def plugin_config(request: TierRequest) -> TierConfig | None:
+    """Returns the config of a tier of another distribution; None for `host` and `disk`.
+
+    Raises:
+        UsageError: IRC425 if the request means nothing to the tier; IRC597 as `tier_kind`.
+    """
+    kind = tier_kind(request.name)
+    return None if kind is None else kind.asked(request.folder, request.capacity_bytes)
+
+
+_PROBE_BYTES = 16 << 20
+_SMALL_BYTES = 4096
+_SMALL_COPIES = 20
+
+
+def _measured_plugin(config: TierConfig, device: torch.device) -> Tier:
+    """Measures a tier by the copies that a step makes, alone and beside computations."""
+    tier = config.open()
+    with torch.no_grad():
+        small = _Probe(tier, device, min(_SMALL_BYTES, config.capacity_bytes))
+        latency_seconds = max(
+            statistics.median(copy() for _ in range(_SMALL_COPIES)) for copy in (small.out, small.back)
+        )
+        del small  # gives its slot back
+        found = Tier(config.name, config.capacity_bytes, 1.0, 1.0, latency_seconds, is_duplex=False)
+        probe = _Probe(tier, device, min(_PROBE_BYTES, config.capacity_bytes))
+        return measure_copies(found, probe, device, seconds=1.0).tier
+
+
+@dataclass
+class _Probe:
+    """Copies of `nbytes` to an open tier and back, each of which returns its seconds."""
+
+    tier: RunningTier
+    device: torch.device
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        self.tensor = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.slot: Slot[Any] = self.tier.room.take(self.nbytes)
+
+    def out(self) -> float:
+        return self._seconds(lambda: self.tier.begin_out(self.tensor, self.slot))
+
+    def back(self) -> float:
+        return self._seconds(lambda: self.tier.begin_in(self.slot, self.tensor))
+
+    def _seconds(self, begin: Callable[[], Ticket]) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        begin().wait()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+# ---------------------------------------------------------------------- where tiers are
+
+
 def tier_configs(offer: OfferTiers, device: torch.device) -> tuple[TierConfig, ...]:
     """Returns the configurations of the offered tiers for a module on `device`.
 
@@ -165,7 +255,10 @@ def tier_configs(offer: OfferTiers, device: torch.device) -> tuple[TierConfig, .
         nbytes = _UNLIMITED if tier is None else tier.capacity_bytes
         is_duplex = tier is None or tier.is_duplex
         elsewhere = bool(offer.machine) and device.type == "cpu"
-        if request.name == "host" and not elsewhere:
+        theirs = plugin_config(request)
+        if theirs is not None:
+            found[request.name] = theirs
+        elif request.name == "host" and not elsewhere:
             found[request.name] = HostTierConfig(request.name, nbytes)
         else:
             folder = request.folder or None

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
+from .plugins import plugins
 from .units import parse_budget
 
 __all__ = ["TIER_KINDS", "TierRequest", "check_scratch", "parse_tiers"]
 
 TIER_KINDS = ("host", "disk")
-"""The tiers that a user may name."""
+"""The tiers that a user may name, beside those of other distributions."""
 
 _HELP = (
     'write "host:64GiB", "disk:/scratch:200GiB", or a list of such texts; folder and amount may be left out'
@@ -27,8 +28,9 @@ class TierRequest:
     """A tier that a plan may swap to.
 
     Args:
-        name: `host` or `disk`.
-        folder: The folder of a disk's scratch file, as an absolute path; empty for the host.
+        name: `host`, `disk`, or the name of an entry point in `irc.tiers`.
+        folder: The folder of a disk's scratch file, as an absolute path; empty for the host. A tier of
+            another distribution says itself what it reads here.
         capacity_bytes: The most that the plan may hold there; None if the user does not say.
     """
 
@@ -99,10 +101,10 @@ def _is_text(given: object) -> bool:
 
 def _parse_tier(text: str) -> TierRequest:
     name, _, rest = text.partition(":")
-    if name not in TIER_KINDS:
-        raise UsageError(
-            "IRC424", f"{text!r}: there is no tier {name!r}", help=f"tiers: {', '.join(TIER_KINDS)}; {_HELP}"
-        )
+    theirs = plugins("irc.tiers")
+    if name not in TIER_KINDS and name not in theirs:
+        known = ", ".join((*TIER_KINDS, *theirs))
+        raise UsageError("IRC424", f"{text!r}: there is no tier {name!r}", help=f"tiers: {known}; {_HELP}")
     before, _, last = rest.rpartition(":")
     folder, amount = (before, last) if _is_amount(last) else (rest, "")
     if name == "host" and "/" in folder:
@@ -111,8 +113,8 @@ def _parse_tier(text: str) -> TierRequest:
         what = f"{folder!r} is not an amount of memory" if folder else "nothing follows the colon"
         raise UsageError("IRC425", f"{text!r}: {what}", help=_HELP)
     capacity_bytes = _capacity_bytes(text, amount) if amount else None
-    if name == "host":
-        return TierRequest(name, "", capacity_bytes)
+    if name != "disk":
+        return TierRequest(name, folder, capacity_bytes)
     path = Path(folder).expanduser() if folder else Path(tempfile.gettempdir())
     check_scratch(path)
     return TierRequest(name, str(path.absolute()), capacity_bytes)

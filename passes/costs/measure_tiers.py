@@ -26,7 +26,15 @@ import torch
 from ...ir import TIER_KINDS, Tier, UsageError, check_scratch
 from .measure_device import Product, busy, free_host_bytes, present_device, several
 
-__all__ = ["MeasuredTier", "filesystem_of", "measure_tier", "measured_tier", "tier_bytes"]
+__all__ = [
+    "Copies",
+    "MeasuredTier",
+    "filesystem_of",
+    "measure_copies",
+    "measure_tier",
+    "measured_tier",
+    "tier_bytes",
+]
 
 _PROBE_BYTES = 4 << 20
 _LARGEST_BLOCK_BYTES = 256 << 20
@@ -123,21 +131,36 @@ def tier_bytes(kind: str, folder: str | Path = "") -> int:
     return free_host_bytes() if kind == "host" else shutil.disk_usage(folder or tempfile.gettempdir()).free
 
 
-class _Copies(Protocol):
+class Copies(Protocol):
     """Copies of one size, each of which returns its seconds."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The bytes of a copy."""
+        ...
 
-    def out(self) -> float: ...
+    def out(self) -> float:
+        """Copies from the device."""
+        ...
 
-    def back(self) -> float: ...
+    def back(self) -> float:
+        """Copies to the device."""
+        ...
 
 
-def _compared(
-    tier: Tier, copies: _Copies, device: torch.device, seconds: float, folder: str = "", filesystem: str = ""
+def measure_copies(
+    tier: Tier, copies: Copies, device: torch.device, seconds: float, folder: str = "", filesystem: str = ""
 ) -> MeasuredTier:
-    """A tier with its rates: out and back, alone and beside computations."""
+    """Measures the rates of a tier: out and back, alone and beside computations.
+
+    Args:
+        tier: The tier; its rates count for nothing.
+        copies: Copies to and from it.
+        device: The device that computes beside them.
+        seconds: The time to measure for, about.
+        folder: As in `MeasuredTier`.
+        filesystem: As in `MeasuredTier`.
+    """
     product = Product(device)
     copies.out()
     copies.back()
@@ -171,7 +194,7 @@ def _measured_disk(folder: Path, device: torch.device, seconds: float) -> Measur
     with _ScratchFile(folder, min(seconds / 20, _BLOCK_SECONDS)) as file:
         latency_seconds = max(file.small_read_seconds(), file.small_write_seconds())
         tier = Tier("disk", 0, 1.0, 1.0, latency_seconds, is_duplex=False)
-        found = _compared(tier, file, device, seconds, str(folder), filesystem)
+        found = measure_copies(tier, file, device, seconds, str(folder), filesystem)
         notes = file.notes(filesystem)
     tier = replace(found.tier, capacity_bytes=tier_bytes("disk", folder))
     return replace(found, tier=tier, notes=notes)
@@ -330,7 +353,7 @@ def _measured_host(device: torch.device, seconds: float) -> MeasuredTier:
     with torch.cuda.device(device):
         copies = _PinnedCopies(device)
         tier = Tier("host", tier_bytes("host"), 1.0, 1.0, copies.small_seconds(), copies.is_duplex())
-        return _compared(tier, copies, device, seconds)
+        return measure_copies(tier, copies, device, seconds)
 
 
 class _PinnedCopies:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.language import Language, batch
 
+from irc import optimize
 from irc.frontends.onnx.lowerings import find
 from irc.frontends.torch import capture
 from irc.ir import Graph, Schedule, UsageError, load_plugin, parse_file, plugins, print_file, print_graph
@@ -265,6 +267,57 @@ def test_an_entry_point_of_another_class_is_refused(installed: Callable[..., Non
     installed("irc-odd", {"odd_class_of_irc": "odd = 3"}, {"irc.strategies": {"odd": "odd_class_of_irc:odd"}})
     status, _, err = irc("opt", HEAD, "--passes", "cost{profile=cpu},plan-memory{strategy=odd}")
     assert status == 2 and "is not a Strategy" in err
+
+
+def test_a_tier_of_another_distribution_is_measured_and_copied_to(
+    installed: Callable[..., None], irc: Run
+) -> None:
+    installed("irc-fake", {}, {"irc.tiers": {"fake-async": "support.fake_tier:FakeTierConfig"}})
+    assert "irc.tiers: fake-async   (of irc-fake 1.0)" in irc("passes")[1]
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    x = torch.randn(4096, 256)
+    fitted = optimize(model, x, "75%", swap="fake-async:1GiB", strategy="swap")
+    (copied,) = fitted.plan.tiers
+    assert copied.tier == "fake-async" and copied.out_bytes > 0
+    parameters = list(model.parameters())
+    ours, theirs = (torch.autograd.grad(module(x).square().sum(), parameters) for module in (fitted, model))
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.slow
+def test_a_written_plan_finds_its_tier_of_another_distribution(
+    installed: Callable[..., None], irc: Run, models: Path, tmp_path: Path
+) -> None:
+    installed("irc-fake", {}, {"irc.tiers": {"fake-async": "support.fake_tier:FakeTierConfig"}})
+    folder = tmp_path / "written"
+    options = ("--budget", "80%", "--strategy", "swap", "--swap", "fake-async:1GiB", "-o", folder)
+    status, out, err = irc("optimize", f"{models}:mlp", *options)
+    assert status == 0 and "to fake-async and" in out, out + err
+    status, out, err = irc("run", folder, "--check", "--trust")
+    assert status == 0, out + err
+
+
+@pytest.mark.parametrize(
+    ("swap", "message"),
+    [
+        ("fake-async", "takes an amount of memory"),
+        ("fake-async:folder:1GiB", "takes an amount of memory, not 'folder'"),
+        ("fake-async:x", "takes an amount of memory, not 'x'"),
+        ("fake", "there is no tier 'fake'"),
+    ],
+)
+def test_a_tier_of_another_distribution_reads_what_is_asked_of_it(
+    installed: Callable[..., None], swap: str, message: str
+) -> None:
+    installed("irc-fake", {}, {"irc.tiers": {"fake-async": "support.fake_tier:FakeTierConfig"}})
+    with pytest.raises(UsageError, match=message):
+        optimize(torch.nn.Linear(2, 2), torch.ones(2, 2), "100%", swap=swap)
+
+
+def test_a_tier_of_another_kind_is_refused(installed: Callable[..., None]) -> None:
+    installed("irc-fake", {}, {"irc.tiers": {"other": "support.fake_tier:FakeTierConfig"}})
+    with pytest.raises(UsageError, match="does not name a TierConfig whose kind is 'other'"):
+        optimize(torch.nn.Linear(2, 2), torch.ones(2, 2), "100%", swap="other:1GiB")
 
 
 def test_a_reproducers_name_is_quoted_for_the_shell(irc: Run, tmp_path: Path) -> None:

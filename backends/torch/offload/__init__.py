@@ -4,8 +4,9 @@ from .disk import DiskTierConfig
 from .offloaded_parameters import State
 from .pinned import HostTierConfig
 from .session import Session
+from .slots import Room, Slot
 from .table import CopiedTensor, CopyTable, copy_table
-from .tier import Traffic
+from .tier import ResidentTier, RunningTier, Ticket, Traffic
 from .tier_config import TierConfig
 from .tiers import Tiers, check_tier_configs
 
@@ -14,8 +15,13 @@ __all__ = [
     "CopyTable",
     "DiskTierConfig",
     "HostTierConfig",
+    "ResidentTier",
+    "Room",
+    "RunningTier",
     "Session",
+    "Slot",
     "State",
+    "Ticket",
     "TierConfig",
     "Tiers",
     "Traffic",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from ....ir import UsageError
 from .tier import RunningTier
 
 __all__ = ["TierConfig"]
@@ -31,6 +32,25 @@ class TierConfig(ABC):
     name: str
     capacity_bytes: int
     checks: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def asked(cls, argument: str, capacity_bytes: int | None) -> Self:
+        """Returns the config that `swap="KIND:ARGUMENT:CAPACITY"` asks for, if KIND is an entry point.
+
+        Args:
+            argument: The text between the name and the capacity; empty if there is none.
+            capacity_bytes: The capacity; None if it is left out.
+
+        Raises:
+            UsageError: IRC425 if something is missing, or means nothing to the tier.
+        """
+        if argument or capacity_bytes is None:
+            raise UsageError(
+                "IRC425",
+                f"the tier {cls.kind} takes an amount of memory{f', not {argument!r}' if argument else ''}",
+                help=f'write "{cls.kind}:64GiB"',
+            )
+        return cls(cls.kind, capacity_bytes)
 
     @abstractmethod
     def open(self) -> RunningTier:

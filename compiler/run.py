@@ -57,6 +57,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
         data: dict[str, Any] = {
+            "format": "irc-run-1",
             "budget_bytes": self.budget_bytes,
             "predicted_bytes": self.predicted_bytes,
             "measured_bytes": self.measured_bytes,

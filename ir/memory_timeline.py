@@ -13,6 +13,7 @@ from .errors import Location
 from .fused import operation_of, overwritten
 from .graph import Gradients, Graph, InputRole, Node, OutputRole, Region
 from .liveness import liveness
+from .printable import printable
 from .schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
 from .tiers import Tier
 from .timing import step_times
@@ -215,6 +216,9 @@ def _row(kind: type[Any], row: Any) -> Any:
 _TYPES: dict[Any, Any] = {"str": str, "int": int, "float": (int, float)}
 
 
+_FORMAT = "irc-timeline-1"
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """The memory of a planned step, and of the original's.
@@ -229,11 +233,19 @@ class StepMemory:
 
     def to_json(self) -> dict[str, Any]:
         """Both as JSON-ready data."""
-        return {"planned": self.planned.to_json(), "original": self.original.to_json()}
+        return {"format": _FORMAT, "planned": self.planned.to_json(), "original": self.original.to_json()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StepMemory:
-        """Reads what `to_json` gives; it raises as `MemoryTimeline.from_json`."""
+        """Reads what `to_json` gives.
+
+        Raises:
+            ValueError: For data of another format, or as `MemoryTimeline.from_json`.
+            LookupError: As `MemoryTimeline.from_json`.
+            TypeError: The same.
+        """
+        if data["format"] != _FORMAT:
+            raise ValueError(f"the format is {printable(repr(data['format']))}, not {_FORMAT}")
         return StepMemory(*(MemoryTimeline.from_json(data[name]) for name in ("planned", "original")))
 
 

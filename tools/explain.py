@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ir import Plan, UsageError, format_bytes, printable
+from ..ir import Decision, Plan, UsageError, format_bytes, printable
 from .options import Commands, add_model, budget_of, mark, source_of
 from .progress import Progress
 
@@ -32,22 +32,32 @@ def add(commands: Commands) -> None:
         help="sum up by module (equal layers together) or by line of your code, or list storages (module)",
     )
     explain.add_argument("--top", type=int, metavar="N", help="the most rows")
-    explain.add_argument(
+    asked = explain.add_mutually_exclusive_group()
+    asked.add_argument(
         "--why", metavar="NAME", help="why storages are kept or not whose name, operation or place has NAME"
     )
-    explain.add_argument(
+    asked.add_argument(
         "--gradient", metavar="PARAMETER", help="where the gradient of a parameter comes from, and when"
     )
-    explain.add_argument("--floor", action="store_true", help="what no schedule can do without")
+    asked.add_argument("--floor", action="store_true", help="what no schedule can do without")
     explain.set_defaults(command=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
     if options.top is not None and options.top < 1:
         raise UsageError("IRC400", f"--top {options.top} is not positive", help="give 1 or more")
+    if options.json and (options.gradient is not None or options.floor):
+        asked = "--floor" if options.floor else "--gradient"
+        raise UsageError(
+            "IRC400",
+            f"{asked} is a sentence for a person, and --json asks for data",
+            help="leave one of them out; gradients are in timeline.json of a written folder",
+        )
     plan, program = _planned(options, Progress(options))
     if options.json:
-        print(json.dumps([asdict(decision) for decision in plan.decisions], indent=1))
+        rows = plan.decisions if options.why is None else _found(plan, options.why)
+        data = {"format": "irc-decisions-1", "decisions": [asdict(row) for row in rows]}
+        print(json.dumps(data, indent=1))
     elif options.why is not None:
         print("\n".join(_why(plan, options.why)))
     elif options.gradient is not None:
@@ -80,8 +90,8 @@ def _planned(options: argparse.Namespace, progress: Progress) -> tuple[Plan, Pro
     return optimized.plan, optimized.program
 
 
-def _why(plan: Plan, name: str) -> list[str]:
-    """The reasons for the storages that a name is in."""
+def _found(plan: Plan, name: str) -> list[Decision]:
+    """The decisions on the storages that a name is in, the largest first."""
     found = [d for d in plan.decisions if name in d.storage or name in d.operation or name in d.location]
     if not found:
         raise UsageError(
@@ -89,12 +99,17 @@ def _why(plan: Plan, name: str) -> list[str]:
             f"no storage of forward, no operation and no place has {name!r} in its name",
             help="irc explain DIR --by storage lists some; a module's path or file.py:LINE will do",
         )
+    return sorted(found, key=lambda decision: -decision.nbytes)
+
+
+def _why(plan: Plan, name: str) -> list[str]:
+    """The reasons for the storages that a name is in."""
     return [
         printable(
             f"{d.storage} ({format_bytes(d.nbytes)}, {d.operation}, {d.location}): {d.action}; {d.reason}",
             1000,
         )
-        for d in sorted(found, key=lambda d: -d.nbytes)
+        for d in _found(plan, name)
     ]
 
 

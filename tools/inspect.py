@@ -53,11 +53,8 @@ def _inspect(options: argparse.Namespace) -> int:
         mark(loaded.module, options)
         reports.insert(0, _inspected(loaded, options, progress))
     if options.json:
-        print(
-            json.dumps(
-                {key: value for report in reports for key, value in report.to_json().items()}, indent=1
-            )
-        )
+        found = {key: value for report in reports for key, value in report.to_json().items()}
+        print(json.dumps({"format": "irc-inspection-1", **found}, indent=1))
     elif not options.quiet:
         print("\n".join(report.table() for report in reports))
     return 0

@@ -90,8 +90,8 @@ def _schedule(options: argparse.Namespace) -> int:
         kind = options.picture.suffix.removeprefix(".")
         write_whole(options.picture, draw_pipelines([step.drawn() for step in steps], kind))
     if options.json:
-        found = [step.to_json() for step in steps]
-        print(json.dumps(found if every else found[0], indent=1))
+        found = {"format": "irc-schedule-1", "steps": [step.to_json() for step in steps]}
+        print(json.dumps(found, indent=1))
     elif not options.quiet:
         from rich.console import Console
 

@@ -44,6 +44,7 @@ class ExportReport:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
         return {
+            "format": "irc-export-1",
             "path": str(self.path),
             "written": self.written,
             "checked": self.checked,

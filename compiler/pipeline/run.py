@@ -103,8 +103,9 @@ class PipelineReport:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """The report as JSON-ready data."""
         return {
+            "format": "irc-pipeline-run-1",
             "ranks": [
                 {name: getattr(rank, name) for name in RankReport.__dataclass_fields__} for rank in self.ranks
             ],

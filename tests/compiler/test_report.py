@@ -217,6 +217,7 @@ def test_a_folder_whose_memory_is_not_the_plans_is_refused(
         ["explain", "DIR", "--why", "nowhere"],
         ["explain", "DIR", "--gradient", "nothing"],
         ["explain", "DIR", "--top", "0"],
+        ["explain", "DIR", "--json", "--floor"],
         ["run", "DIR", "--trace", "x.txt"],
     ],
 )

@@ -244,7 +244,7 @@ def test_an_interrupted_front_says_what_is_kept(
 def test_run_as_json(irc: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     irc("optimize", f"{models}:mlp", "--budget", "80%", "--time-limit", 1, "-q", "-o", out)
-    plain = """budget_bytes predicted_bytes measured_bytes predicted_overhead losses seconds failures
+    plain = """format budget_bytes predicted_bytes measured_bytes predicted_overhead losses seconds failures
         optimizer"""
     status, text, _ = irc("run", out, "--json")
     assert status == 0 and set(json.loads(text)) == set(plain.split())

@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 
 from irc.backends.torch import bind_program, compile_program
 from irc.compiler.compare import Numbers
-from irc.compiler.model_source import Loaded, Source, load, training_loss
+from irc.compiler.model_source import Loaded, load, training_loss
 from irc.compiler.request import cost_passes
+from irc.compiler.source import Source
 from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, format_bytes

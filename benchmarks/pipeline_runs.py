@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from irc.compiler.model_source import Source, load_for_micro_batches
+from irc.compiler.model_source import load_for_micro_batches
 from irc.compiler.pipeline.api import Pipeline
 from irc.compiler.pipeline.artifact import write_pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.plan import captured_micro_batch, plan_stages
 from irc.compiler.pipeline.request import PipelineRequest
+from irc.compiler.source import Source
 from irc.ir import BudgetError, IrcError, format_bytes
 from irc.passes.costs.profiling import device_name
 from irc.torch_support.pytree import flatten

@@ -56,11 +56,11 @@ from ..ir import (
     verify_graph,
     verify_schedule,
 )
-from ..ir.files import read_json
-from .model_source import Source
+from ..ir.files import check_written, read_json
 from .operation_allowlist import check_operations
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
+from .source import Source
 from .tiers import tier_kind
 
 __all__ = [
@@ -332,13 +332,7 @@ def read_planned(folder: Path, *more: str) -> Planned:
         UsageError: IRC431 when a file is missing or damaged.
         VerificationError: When graph or schedule are not valid, or take other memory than the plan claims.
     """
-    missing = [name for name in (*_FILES[:2], *more) if not (folder / name).is_file()]
-    if missing:
-        raise UsageError(
-            "IRC431",
-            f"{folder} has no {missing[0]}",
-            help="give a folder written by irc optimize MODEL -o DIR",
-        )
+    check_written(folder, *_FILES[:2], *more)
     with undamaged(folder / "plan.json"):
         described: dict[str, Any] = read_json((folder / "plan.json").read_text())
         plan = Plan.from_json(described)

@@ -4,110 +4,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import sys
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..ir import IrcError, Location, UsageError, printable
+from ..ir import IrcError, Location, UsageError
+from .source import MODEL_HELP, Source
 
 __all__ = [
     "Loaded",
-    "Source",
     "load",
     "load_for_micro_batches",
-    "parse_constant",
-    "parse_input",
-    "parse_role",
     "training_loss",
 ]
-
-
-@dataclass(frozen=True)
-class Source:
-    """The origin of a model; kept in a written folder, so that it can be compared with the original.
-
-    Args:
-        model: `file.onnx`, `package.module:factory` or `file.py:factory`.
-        batch: Batch size of an ONNX model.
-        inputs: Shapes of an ONNX model's inputs.
-        seed: Draws the parameters anew; None leaves them as the model has them.
-        constants: Values of an ONNX model's inputs that are settled.
-        roles: Roles of an ONNX model's weights and constants, by name or pattern.
-    """
-
-    model: str
-    batch: int | None = None
-    inputs: Mapping[str, Sequence[int]] | None = None
-    seed: int | None = None
-    constants: Mapping[str, Any] | None = None
-    roles: Mapping[str, str] | None = None
-
-    @property
-    def is_factory(self) -> bool:
-        """Whether it is Python, which runs when the model is loaded."""
-        return ":" in os.path.basename(self.model)
-
-    def trusted(self, model: str | None, *, is_trusted: bool) -> Source:
-        """Returns the source that a written folder names as its original, if its code may run.
-
-        Args:
-            model: The model that the user names instead; None for none.
-            is_trusted: Whether the user trusts the folder.
-
-        Raises:
-            UsageError: IRC436 if the source is Python that nobody vouches for.
-        """
-        if model is not None:
-            return replace(self, model=model).located()
-        if self.is_factory and not is_trusted:
-            raise UsageError(
-                "IRC436",
-                f"the folder names {printable(self.model)} as its original, and --check would run that code",
-                help="give --original and the name of the factory, or --trust if the folder is your own",
-            )
-        return self
-
-    @staticmethod
-    def from_json(row: Mapping[str, Any]) -> Source:
-        """Reads the fields of a written source.
-
-        Raises:
-            ValueError: A field is missing, unknown or of another type.
-        """
-        source = Source(**row)
-        kinds: Mapping[str, tuple[type, ...]] = {
-            "model": (str,),
-            **dict.fromkeys(("batch", "seed"), (int, NoneType)),
-            **dict.fromkeys(("inputs", "constants", "roles"), (dict, NoneType)),
-        }
-        for name, kind in kinds.items():
-            if not isinstance(getattr(source, name), kind):
-                raise ValueError(f"{name} of its source is {printable(repr(getattr(source, name)))}")
-        for name, shape in (source.inputs or {}).items():
-            if not isinstance(cast(object, shape), list) or not all(type(size) is int for size in shape):
-                raise ValueError(f"the shape of {printable(name)} in its source is {printable(repr(shape))}")
-        if not all(isinstance(cast(object, role), str) for role in (source.roles or {}).values()):
-            raise ValueError("a role of its source is not a text")
-        if len(source.model) > _LONGEST_PATH:
-            raise ValueError(f"the model of its source is {printable(source.model)}")
-        return source
-
-    def located(self) -> Source:
-        """The same source from any folder: the path of a file is absolute."""
-        if not self.is_factory:
-            return replace(self, model=str(Path(self.model).absolute()))
-        place, _, name = self.model.rpartition(":")
-        return replace(self, model=f"{Path(place).absolute()}:{name}") if place.endswith(".py") else self
 
 
 @dataclass(frozen=True)
@@ -119,8 +37,6 @@ class Loaded:
 
 
 _LIBRARIES = tuple(str(Path(place).parent) for place in (torch.__file__, __file__))
-_HELP = "give file.onnx, package.module:factory or file.py:factory"
-_LONGEST_PATH = 4096
 
 
 def load(source: Source) -> Loaded:
@@ -190,9 +106,7 @@ def with_example(file: nn.Module) -> Loaded:
 def _from_onnx(source: Source) -> nn.Module:
     from ..frontends.onnx import from_onnx
 
-    suffix = Path(source.model).suffix
-    if suffix == ".py" or (suffix != ".onnx" and not Path(source.model).exists()):
-        raise UsageError("IRC420", f"{source.model!r} names no ONNX file and no factory", help=_HELP)
+    source.check()
     return from_onnx(source.model, source.batch, source.inputs, source.constants, source.roles)
 
 
@@ -209,7 +123,7 @@ def _from_factory(source: Source) -> Loaded:
         module = _import_file(path) if path.suffix == ".py" else _import_module(place)
         factory = getattr(module, name, None)
         if not callable(factory):
-            raise UsageError("IRC420", f"{place} has no function {name!r}", help=_HELP)
+            raise UsageError("IRC420", f"{place} has no function {name!r}", help=MODEL_HELP)
         with _explained(f"{source.model} raised"):
             made = factory()
     return _checked(source.model, made)
@@ -266,20 +180,22 @@ def _explained(what: str) -> Generator[None]:
 
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError("IRC420", f"{name!r} is not a name of a module", help=_HELP)
+        raise UsageError("IRC420", f"{name!r} is not a name of a module", help=MODEL_HELP)
     importlib.invalidate_caches()
     with _explained(f"importing {name} raised"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-                raise UsageError("IRC420", f"there is no module {name!r} ({error})", help=_HELP) from error
+                raise UsageError(
+                    "IRC420", f"there is no module {name!r} ({error})", help=MODEL_HELP
+                ) from error
             raise
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError("IRC420", f"there is no file {path}", help=_HELP)
+        raise UsageError("IRC420", f"there is no file {path}", help=MODEL_HELP)
     name = f"irc_model_{path.stem}"  # a file called json.py must not become the module json
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -299,54 +215,6 @@ def _draw_parameters(module: nn.Module, seed: int) -> None:
                 fan_in = parameter[0].numel()
                 drawn = torch.randn(parameter.shape, generator=generator) * (2 / fan_in) ** 0.5
                 parameter.copy_(drawn)
-
-
-def parse_input(text: str) -> tuple[str, tuple[int, ...]]:
-    """The name and shape of `--input name=8x3x224x224`.
-
-    Raises:
-        UsageError: IRC421 when it is written in another way.
-    """
-    name, equals, shape = text.rpartition("=")
-    sizes = shape.replace(",", "x").split("x")
-    whole = all(size.strip().isascii() and size.strip().isdecimal() and len(size) < 16 for size in sizes)
-    if not equals or not name or not whole:
-        raise UsageError(
-            "IRC421", f"--input {text!r} is not name=shape", help="write --input name=8x3x224x224"
-        )
-    return name, tuple(int(size) for size in sizes)
-
-
-def parse_constant(text: str) -> tuple[str, Any]:
-    """The name and value of `--constant name=[3,4]`.
-
-    Raises:
-        UsageError: IRC421 when it is written in another way.
-    """
-    name, equals, value = text.partition("=")
-    try:
-        parsed: Any = json.loads(value)
-    except ValueError:
-        parsed = None
-    if not equals or not name or not isinstance(parsed, bool | int | float | list):
-        raise UsageError(
-            "IRC421", f"--constant {text!r} is not name=value", help="write --constant shape=[3,4]"
-        )
-    return name, cast("Any", parsed)
-
-
-def parse_role(text: str) -> tuple[str, str]:
-    """The pattern and role of `--role 'position*=buffer'`.
-
-    Raises:
-        UsageError: IRC421 when it is written in another way.
-    """
-    pattern, equals, role = text.rpartition("=")
-    if not equals or not pattern or not role:
-        raise UsageError(
-            "IRC421", f"--role {text!r} is not name=role", help="write --role 'position*=buffer'"
-        )
-    return pattern, role
 
 
 def training_loss(result: Any) -> Tensor:

@@ -75,7 +75,11 @@ def test_commands_are_those_of_the_parser(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.json").write_text(json.dumps(machine_named("cpu").to_json()))
-    blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for line in (
+        "\n".join(block for language, block in blocks if language in ("", "sh"))
+        .replace("\\\n", " ")
+        .splitlines()
+    ):
         if re.match(r"irc [a-z]", line):
             parser().parse_args(shlex.split(line, comments=True)[1:])

@@ -129,9 +129,10 @@ def step_of(
         given = [flag for flag, value in for_config.items() if value is not None]
         if given:
             raise UsageError("IRC400", f"{given[0]} is for --config", help="a factory decides on its own")
+        source = source_of(options)
         from ..compiler.model_source import load
 
-        loaded = load(source_of(options))
+        loaded = load(source)
         return loaded.module, loaded.args, {}
     from ..compiler.estimate.hf_config import step_of_config
     from ..compiler.estimate.lora import parse_train

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..ir.files import check_export_target, check_written
 from .options import (
     EXITS,
     Commands,
@@ -34,6 +35,8 @@ def add(commands: Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    check_written(options.folder, "plan.json")
+    check_export_target(options.output)
     progress = Progress(options)
     with progress.phase(f"loading {options.folder}"):
         from ..compiler.onnx_export.export import export_folder

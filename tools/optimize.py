@@ -95,14 +95,14 @@ def add(commands: Commands) -> None:
 def _optimize(options: argparse.Namespace) -> int:
     if is_pipeline(options):
         return optimize_pipeline(options)
+    source = None if options.print_passes else source_of(options)
     progress = Progress(options)
     request = _request(options, progress)
-    if options.print_passes:
+    if source is None:
         from ..passes import PassManager
 
         print(PassManager(request.passes()))
         return 0
-    source = source_of(options)
     if options.report:
         from ..compiler.report import check_report
 

@@ -13,8 +13,8 @@ from ..ir import UsageError, parse_budget
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..compiler.model_source import Source
     from ..compiler.optimizers import DescribedOptimizer
+    from ..compiler.source import Source
 
 __all__ = [
     "EXITS",
@@ -128,9 +128,9 @@ def _costs(text: str) -> str:
     Raises:
         UsageError: IRC410, or IRC414 to IRC418 for a file.
     """
-    from ..passes import machine_named
-
     if text not in ("measured", "thorough", "analytic"):
+        from ..passes import machine_named
+
         machine_named(text)
     return text
 
@@ -174,14 +174,16 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
 
 def source_of(options: argparse.Namespace) -> Source:
     """Returns the origin of the model, as the options say it."""
-    from ..compiler.model_source import Source, parse_constant, parse_input, parse_role
+    from ..compiler.source import Source, parse_constant, parse_input, parse_role
 
     if options.batch is not None and options.batch <= 0:
         raise UsageError("IRC400", f"--batch {options.batch} is not positive", help="give 1 or more")
     inputs = dict(parse_input(text) for text in options.input) or None
     constants = dict(parse_constant(text) for text in options.constant) or None
     roles = dict(parse_role(text) for text in options.role) or None
-    return Source(options.model, options.batch, inputs, options.draw_weights, constants, roles)
+    source = Source(options.model, options.batch, inputs, options.draw_weights, constants, roles)
+    source.check()
+    return source
 
 
 def mark(module: nn.Module, options: argparse.Namespace) -> None:

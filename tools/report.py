@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..ir.files import check_written
 from .options import Commands, add_verbosity, model_name
 from .progress import Progress
 
@@ -28,6 +29,9 @@ def add(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    is_pipeline = (options.folder / "pipeline.json").is_file()
+    if not is_pipeline:
+        check_written(options.folder, "plan.json")
     from ..compiler.report import (
         check_report,
         front_of,
@@ -41,7 +45,7 @@ def _report(options: argparse.Namespace) -> int:
     for path in paths:
         check_report(path, "-o")
     progress = Progress(options)
-    if (options.folder / "pipeline.json").is_file():
+    if is_pipeline:
         from ..compiler.pipeline.artifact import read_pipeline_plan
 
         pipeline, source = read_pipeline_plan(options.folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir import IrcError, UsageError, VerificationError, first_line
+from ..ir.files import check_written
 from .options import (
     EXITS,
     Commands,
@@ -79,6 +80,7 @@ def _run(options: argparse.Namespace) -> int:
                 help="irc schedule --trace FILE writes the simulated step of a pipeline's schedule",
             )
         return run_written(options)
+    check_written(options.folder, "plan.json")
     if options.weights is not None:
         raise UsageError(
             "IRC400",

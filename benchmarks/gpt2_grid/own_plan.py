@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from irc.compiler.model_source import Source
 from irc.compiler.optimizers import parse_optimizer
 from irc.compiler.pipeline.api import Pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.plan import captured_micro_batch, optimizer_steps_of, plan_stages
 from irc.compiler.pipeline.request import CHECKPOINT_MODES, PipelineRequest
 from irc.compiler.pipeline.summary import plan_of
+from irc.compiler.source import Source
 from irc.frontends.torch import Captured
 from irc.ir import BudgetError, Compute
 from irc.ir.pipeline.plan import PipelinePlan

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...ir import UsageError, first_line, printable, require
+from ...ir.files import check_export_target
 from ..artifact import read_folder
 from ..model_source import load
 
@@ -86,7 +87,7 @@ def export_onnx(
     """
     require("onnx", _PURPOSE)
     from ...frontends.onnx import OnnxModule
-    from ...frontends.onnx.export import check_export_target, write_back
+    from ...frontends.onnx.export import write_back
     from .check import check_written
 
     if not isinstance(module, OnnxModule) or module.path is None:
@@ -96,7 +97,7 @@ def export_onnx(
             help="export what irc.from_onnx returned, or what irc.optimize made of it",
         )
     target = Path(path)
-    check_export_target(module.path, target)
+    check_export_target(target, module.path)
     state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     weights = {name: state[key] for key, name in module.onnx_names.items()}
     with tempfile.TemporaryDirectory(prefix=f".{target.stem}-", dir=target.absolute().parent) as folder:

@@ -42,9 +42,9 @@ from ..artifact import (
     tier_to_json,
     undamaged,
 )
-from ..model_source import Source
 from ..operation_allowlist import check_operations
 from ..optimizers import DescribedOptimizer, parse_optimizer
+from ..source import Source
 from .api import Pipeline
 from .trainer import Stages, state_of
 

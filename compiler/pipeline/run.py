@@ -22,7 +22,8 @@ from ...ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
 from ...ir.files import check_folder
 from ...passes.costs.allocations import peak_bytes
 from ...torch_support.pytree import flatten
-from ..model_source import Source, load_for_micro_batches, training_loss
+from ..model_source import load_for_micro_batches, training_loss
+from ..source import Source
 from ..training import Differences, optimizer_of_all
 from .artifact import WrittenPipeline, read_pipeline, unread_state
 from .micro_batches import micro_batches_of

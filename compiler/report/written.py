@@ -9,7 +9,7 @@ from ...ir import Plan, StepMemory, VerificationError
 from ...ir.files import read_json
 from ...passes import Costs, Program
 from ..artifact import TIMELINE, read_planned, undamaged
-from ..model_source import Source
+from ..source import Source
 
 __all__ = ["read_memory"]
 

@@ -17,35 +17,17 @@ import onnx_ir as ir
 from torch import Tensor
 
 from ...ir.errors import UsageError
+from ...ir.files import check_export_target
 from .graphs import subgraphs
 from .reader import read
 from .tensors import onnx_tensor, torch_dtype
 
-__all__ = ["check_export_target", "write_back"]
+__all__ = ["write_back"]
 
 _MAKERS = ("Constant", "ConstantOfShape", "DequantizeLinear")
 """Nodes whose result can be a weight."""
 _MOST_INLINE_BYTES = 1 << 30
 """Weights beyond this go into a file beside the model: protobuf ends at 2 GiB."""
-
-
-def check_export_target(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Refuses a target that cannot be written, before any work is done.
-
-    Raises:
-        UsageError: IRC320.
-    """
-    goal = Path(target)
-    if goal.is_dir() or goal.suffix != ".onnx":
-        raise UsageError("IRC320", f"{goal} is not the name of an ONNX file", help="write -o tuned.onnx")
-    if not goal.absolute().parent.is_dir():
-        raise UsageError("IRC320", f"there is no folder {goal.parent}", help="make it, or choose another")
-    if goal.exists() and Path(source).exists() and goal.samefile(source):
-        raise UsageError(
-            "IRC320",
-            f"{goal} is the original itself",
-            help="choose another file: its weights are read from it",
-        )
 
 
 def write_back(
@@ -62,7 +44,7 @@ def write_back(
         UsageError: IRC310 to IRC312 when the original cannot be read, IRC320 when the target cannot be
             written, IRC321 when a weight is not in the file, or of another shape there.
     """
-    check_export_target(source, target)
+    check_export_target(target, source)
     model = read(source, in_place=False)
     places = {value.name or "": value for graph in _graphs(model.graph) for value in _stored(graph)}
     external = _is_external(model)

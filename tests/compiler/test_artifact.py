@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from irc.compiler import artifact as folders
 from irc.compiler.artifact import check_target, read_folder, write_folder
-from irc.compiler.model_source import Source, load, training_loss
+from irc.compiler.model_source import load, training_loss
 from irc.compiler.optimize import Optimized, optimize_module
 from irc.compiler.request import Request
+from irc.compiler.source import Source
 from irc.ir import Delivery, IrcError, Origin, UnsupportedError, UsageError, VerificationError
 
 FILES = ["model.py", "plan.json", "program.irc", "timeline.json", "weights.safetensors"]

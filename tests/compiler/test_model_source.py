@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from irc.compiler.model_source import Source, load, parse_input, training_loss
+from irc.compiler.model_source import load, training_loss
+from irc.compiler.source import Source, parse_input
 from irc.ir import IrcError, UsageError
 
 

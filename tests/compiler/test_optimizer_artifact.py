@@ -18,9 +18,10 @@ from support.model_files import planned_folder
 
 from irc.backends.torch import StandaloneModule
 from irc.compiler.artifact import Written, read_folder
-from irc.compiler.model_source import Source, load, training_loss
+from irc.compiler.model_source import load, training_loss
 from irc.compiler.optimizers import parse_optimizer
 from irc.compiler.run import check_folder
+from irc.compiler.source import Source
 from irc.compiler.training import compare, measured_peak_bytes, optimizer_of_all
 from irc.ir import Gradients, Plan, UsageError, VerificationError
 from irc.tools import cli

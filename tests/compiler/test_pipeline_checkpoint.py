@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from support import pipeline_models
 
 import irc
-from irc.compiler.model_source import Source
 from irc.compiler.optimizers import DescribedOptimizer, parse_optimizer
 from irc.compiler.pipeline.api import Pipeline, pipeline
 from irc.compiler.pipeline.artifact import write_pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.weights import write_weights
+from irc.compiler.source import Source
 from irc.tools.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -13,10 +13,10 @@ import torch.multiprocessing
 from support import pipeline_models
 
 import irc
-from irc.compiler.model_source import Source
 from irc.compiler.pipeline.api import Pipeline, pipeline
 from irc.compiler.pipeline.artifact import read_pipeline, write_pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
+from irc.compiler.source import Source
 from irc.passes import Cost, Program
 from irc.tools.cli import main
 

@@ -6,12 +6,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from irc.compiler.model_source import Source
 from irc.compiler.pipeline.api import Pipeline
 from irc.compiler.pipeline.artifact import write_pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.plan import captured_micro_batch, plan_stages
 from irc.compiler.pipeline.request import PipelineRequest
+from irc.compiler.source import Source
 from irc.frontends.torch import Captured
 from support import pipeline_models
 

@@ -324,7 +324,7 @@ def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
         ("pareto {m}:mlp -o {m}", "IRC442", "Not a directory"),
         ("inspect nowhere", "IRC420", "no ONNX file and no factory"),
         ("inspect {m}:mlp --top -1", "IRC400", "negative"),
-        ("run nowhere", "IRC431", "nowhere has no plan.json"),
+        ("run nowhere", "IRC431", "nowhere is not a folder"),
         ("run nowhere --steps 0", "IRC400", "not positive"),
         ("optimize {m}:mlp --budget 60% -o {m}", "IRC430", "is a file"),
     ],

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from irc.compiler.model_source import Source, load, training_loss
+from irc.compiler.model_source import load, training_loss
 from irc.compiler.request import cost_passes
+from irc.compiler.source import Source
 from irc.frontends.torch import capture
 from irc.ir import liveness
 from irc.passes import PassManager, PlanMemory, Program

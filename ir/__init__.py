@@ -1,7 +1,7 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
 from .annotation import Annotation, Policy, named_annotations
-from .decisions import ACTIONS, Decision, Totals, by_module, group_of, merged_path
+from .decisions import ACTIONS, Decision, ModuleGroups, Totals, by_module, module_path
 from .eager_memory import EagerMemory, OperandKind, OperationKind
 from .errors import (
     THROUGH_DYNAMO,
@@ -151,6 +151,7 @@ __all__ = [
     "Location",
     "Loss",
     "MemoryTimeline",
+    "ModuleGroups",
     "Node",
     "Offload",
     "OffloadedParameter",
@@ -204,14 +205,13 @@ __all__ = [
     "format_bytes",
     "fused_arguments",
     "generator_state_type",
-    "group_of",
     "is_linear",
     "is_plain_argument",
     "liveness",
     "load_plugin",
     "loss_waiting_bytes",
     "memory_timeline",
-    "merged_path",
+    "module_path",
     "named_annotations",
     "nondeterminism",
     "operation_of",

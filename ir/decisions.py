@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .printable import printable
 from .units import format_bytes
@@ -13,11 +14,11 @@ from .units import format_bytes
 __all__ = [
     "ACTIONS",
     "Decision",
+    "ModuleGroups",
     "Totals",
     "by_module",
-    "group_of",
     "lines_by",
-    "merged_path",
+    "module_path",
     "storage_lines",
 ]
 
@@ -81,13 +82,92 @@ class Totals:
         return sum(self.nbytes.values())
 
 
-def merged_path(path: str) -> str:
-    """The path of a module with its numbers as `*`, which equal layers share: `h.3.attn` as `h.*.attn`."""
-    return re.sub(r"(?<![^./])\d+(?![^./])", "*", path)
+class ModuleGroups:
+    """Names modules so that equal layers share a name.
+
+    The numbered children of a module are equal if the same modules are in them, where a few may be missing;
+    children without modules, if they make storages of the same operations and bytes. If all are equal their
+    number is `*` (`h.*.attn`), or else a list of numbers (`features.10-12,15`).
+
+    Args:
+        made: The path of a module, an operation and bytes, for each storage.
+    """
+
+    def __init__(self, made: Iterable[tuple[str, str, int]]) -> None:
+        self._root = _Module()
+        for path, op, nbytes in made:
+            module = self._root
+            for name in filter(None, path.split(".")):
+                module = module.inner.setdefault(name, _Module())
+            module.made.append((op, nbytes))
+
+    @staticmethod
+    def of(decisions: Iterable[Decision]) -> ModuleGroups:
+        """Returns the groups of the modules that make these storages."""
+        return ModuleGroups((module_path(*_place(d), _op(d)), _op(d), d.nbytes) for d in decisions)
+
+    def name(self, path: str) -> str:
+        """Returns the name of a module, which is its path if nobody else is like it."""
+        names: list[str] = []
+        module: _Module | None = self._root
+        for part in filter(None, path.split(".")):
+            below = None if module is None else module.inner.get(part)
+            label, module = (part, below) if module is None else module.labels.get(part, (part, below))
+            names.append(label)
+        return ".".join(names)
 
 
-def group_of(module: str, source: str, op: str = "") -> str:
-    """The path of the module that an operation belongs to, equal layers merged.
+@dataclass
+class _Module:
+    """A module with what is in it, and what it makes itself."""
+
+    inner: dict[str, _Module] = field(default_factory=lambda: {})
+    made: list[tuple[str, int]] = field(default_factory=lambda: [])
+
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """The paths of all modules in it."""
+        below = (f"{name}.{path}" for name, each in self.inner.items() for path in each.paths)
+        return frozenset((*self.inner, *below))
+
+    @cached_property
+    def labels(self) -> dict[str, tuple[str, _Module]]:
+        """The label of each child with a number, and the child like it that has the most modules."""
+        alike: list[list[str]] = []
+        numbered = [name for name in self.inner if name.isdecimal()]
+        for name in sorted(numbered, key=lambda name: -len(self.inner[name].paths)):
+            first = next((g for g in alike if self.inner[g[0]].covers(self.inner[name])), None)
+            if first is None:
+                alike.append([name])
+            else:
+                first.append(name)
+        return {
+            name: ("*" if 1 < len(names) == len(numbered) else _ranges(names), self.inner[names[0]])
+            for names in alike
+            for name in names
+        }
+
+    def covers(self, other: _Module) -> bool:
+        """Whether another module is a layer like this one."""
+        if not other.paths:
+            return not self.paths and sorted(self.made) == sorted(other.made)
+        return other.paths <= self.paths and 2 * len(other.paths) >= len(self.paths)
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Joins numbers that follow each other: `1-2,5`."""
+    numbers = sorted(map(int, names))
+    ends = [[number, number] for number in numbers[:1]]
+    for number in numbers[1:]:
+        if number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def module_path(module: str, source: str, op: str = "") -> str:
+    """Returns the path of the module that an operation belongs to.
 
     Args:
         module: The path of its module, or "".
@@ -95,13 +175,13 @@ def group_of(module: str, source: str, op: str = "") -> str:
         op: The operation, which stands for a module in a file whose nodes have only numbers.
     """
     if module:
-        return merged_path(module)
+        return module
     node = source.removeprefix("ONNX node ")
     if node == source:
         return ""
     path, _, last = node.strip("/").rpartition("/")
     if path:
-        return merged_path(path).replace("/", ".")
+        return path.replace("/", ".")
     stem = re.sub(r"\d+$", "*", last)
     return stem if len(stem) >= _WORD else op.split(".")[1] if op.count(".") > 1 else op
 
@@ -110,10 +190,10 @@ _WORD = 5
 """The fewest letters of the name of an ONNX node that says more than its operation."""
 
 
-def _group(decision: Decision) -> str:
-    """The module that made a storage, equal layers merged."""
+def _op(decision: Decision) -> str:
+    """The operation that makes a storage."""
     _, _, op = decision.operation.rpartition("(")
-    return group_of(*_place(decision), op.rstrip(")"))
+    return op.rstrip(")")
 
 
 def _place(decision: Decision) -> tuple[str, str]:
@@ -167,19 +247,26 @@ def _by_line(decisions: Iterable[Decision]) -> Iterator[tuple[str, Totals]]:
     yield from found.items()
 
 
+def _grouped(decisions: Iterable[Decision]) -> list[tuple[str, Decision]]:
+    """Each decision with the name of its module."""
+    known = list(decisions)
+    groups = ModuleGroups.of(known)
+    return [(groups.name(module_path(*_place(d), _op(d))), d) for d in known]
+
+
 def by_module(decisions: Iterable[Decision]) -> dict[str, Totals]:
     """The sums by module, equal layers merged, the largest first."""
     found: dict[str, Totals] = defaultdict(Totals)
-    for decision in decisions:
-        found[_group(decision)].add(decision)
+    for name, decision in _grouped(decisions):
+        found[name].add(decision)
     return dict(sorted(found.items(), key=lambda each: -each[1].all_bytes))
 
 
 def _tree(decisions: Sequence[Decision]) -> Iterator[tuple[str, Totals]]:
     """Yields each module after the one around it, with all that is within it, the largest first."""
     totals: dict[tuple[str, ...], Totals] = defaultdict(Totals)
-    for decision in decisions:
-        path = tuple(filter(None, _group(decision).split(".")))
+    for name, decision in _grouped(decisions):
+        path = tuple(filter(None, name.split(".")))
         for depth in range(len(path) + 1):
             totals[path[:depth]].add(decision)
 

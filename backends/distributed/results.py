@@ -61,12 +61,16 @@ class Results:
         self._live_microbatches[micro_batch] = _LiveMicrobatch(outputs, self.rebuild(leaves))
 
     def loss(self, micro_batch: int) -> Tensor:
-        """Computes the loss of a micro-batch; returns it without its history, which stays until backward."""
+        """Computes the loss of a micro-batch; returns a copy of it without its history.
+
+        All copies stay until the step ends, the loss itself until its backward: `mse_loss` and others leave a
+        scalar in memory of the size of their input.
+        """
         live = self._live_microbatches[micro_batch]
         with torch.enable_grad():
             live.loss = self.of_result(live.value, micro_batch)
         live.value = None
-        return live.loss.detach()
+        return live.loss.detach().clone()
 
     def tangents(self, micro_batch: int) -> list[Tensor]:
         """Computes the gradients of a micro-batch's loss by the outputs that have a tangent."""

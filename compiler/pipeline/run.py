@@ -134,9 +134,11 @@ class PipelineReport:
                 )
             else:
                 off = rank.predicted_bytes / max(rank.measured_bytes, 1) - 1
+                holds = rank.measured_bytes <= rank.predicted_bytes <= rank.budget_bytes
+                sign = " <=" if holds else ","
                 lines.append(
-                    f"rank {index}: peak measured {rank.measured_bytes:,} <= predicted "
-                    f"{rank.predicted_bytes:,} <= budget {rank.budget_bytes:,} bytes "
+                    f"rank {index}: peak measured {rank.measured_bytes:,}{sign} predicted "
+                    f"{rank.predicted_bytes:,}{sign} budget {rank.budget_bytes:,} bytes "
                     f"({format_bytes(rank.measured_bytes)} of {format_bytes(rank.budget_bytes)}; "
                     f"predicted is {off:+.2%} off)"
                 )

@@ -10,11 +10,12 @@ from ...ir import (
     ACTIONS,
     Kind,
     MemoryTimeline,
+    ModuleGroups,
     Plan,
     StepMemory,
     by_module,
     format_bytes,
-    group_of,
+    module_path,
     printable,
 )
 from .colors import COLORS
@@ -51,7 +52,7 @@ def page(title: str, plan: Plan, memory: StepMemory, front: Front | None = None)
 
 def _data(title: str, plan: Plan, memory: StepMemory, front: Front) -> dict[str, Any]:
     timelines = {"The original model": memory.original, "The plan": memory.planned}
-    bands = _Bands(timelines.values())
+    bands = _Bands(timelines.values(), ModuleGroups.of(plan.decisions))
     texts = _Texts()
     is_timed = all(each.has_seconds for each in timelines.values())
     rows = [
@@ -142,12 +143,13 @@ class _Texts:
 class _Bands:
     """The bands of the charts: a kind each, and one for each module whose saved tensors are large."""
 
-    def __init__(self, timelines: Iterable[MemoryTimeline]) -> None:
+    def __init__(self, timelines: Iterable[MemoryTimeline], modules: ModuleGroups) -> None:
+        self.modules = modules
         saved: Counter[str] = Counter()
         for timeline in timelines:
             for each in timeline.at(timeline.peak_step) if timeline.steps else ():
                 if each.kind == Kind.SAVED:
-                    saved[_group(timeline, each)] += each.nbytes
+                    saved[self._group(timeline, each)] += each.nbytes
         self.groups = [group for group, _ in saved.most_common(len(_SAVED_COLORS))]
         self.rows: list[dict[str, str]] = []
         self.places: dict[tuple[str, str], int] = {}
@@ -167,15 +169,14 @@ class _Bands:
 
     def of(self, timeline: MemoryTimeline, resident: Any) -> int:
         """The band of a stay."""
-        group = _group(timeline, resident) if resident.kind == Kind.SAVED else ""
+        group = self._group(timeline, resident) if resident.kind == Kind.SAVED else ""
         return self.places.get((resident.kind, group), self.places[resident.kind, ""])
 
-
-def _group(timeline: MemoryTimeline, resident: Any) -> str:
-    if resident.maker < 0:
-        return ""
-    step = timeline.steps[resident.maker]
-    return group_of(step.module, step.source, step.op)
+    def _group(self, timeline: MemoryTimeline, resident: Any) -> str:
+        if resident.maker < 0:
+            return ""
+        step = timeline.steps[resident.maker]
+        return self.modules.name(module_path(step.module, step.source, step.op))
 
 
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:

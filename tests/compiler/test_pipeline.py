@@ -12,7 +12,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from support.killed_ranks import kill_ranks
 from support.planned_pipelines import planned, written
 
 import irc
+from irc.backends.distributed.results import Results
+from irc.backends.torch import Program
 from irc.compiler.optimizers import parse_optimizer
 from irc.compiler.pipeline.api import pipeline
 from irc.compiler.pipeline.artifact import read_pipeline
@@ -294,3 +297,14 @@ def test_what_a_stage_hands_over_on_its_device_counts_once() -> None:
     sharing = [*plain[:2], replace(whole, borrowing=less), plain[3]]
     before, after = (device_peak_bytes(stages.order, memory) for memory in (plain, sharing))
     assert after[0] == before[0] and after[1] < before[1]
+
+
+def test_the_loss_that_stays_until_the_end_of_a_step_takes_a_number() -> None:
+    """`mse_loss` leaves its scalar in memory of the size of its input."""
+    x = torch.randn(64, 64)
+    mse_loss = torch.nn.functional.mse_loss
+    program = cast("Program", SimpleNamespace(tangents=[]))
+    results = Results(program, (), lambda _: x, lambda value, _: mse_loss(value, x), 1.0)
+    results.deliver(0, [], [])
+    nbytes = results.loss(0).untyped_storage().nbytes()
+    assert nbytes == x.element_size() < mse_loss(x, x).untyped_storage().nbytes()

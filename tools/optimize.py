@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
     optimize.add_argument(
         "--strategy",
         default="auto",
-        help="auto, ilp, eviction, or a published method (README has the names; irc compare tries all); "
+        help="auto, ilp, eviction, or a published method (irc compare tries all, and names them); "
         "with --swap also lms, ome, pofo, swap, recompute",
     )
     optimize.add_argument(

@@ -66,6 +66,10 @@ class PlannedCall(NamedTuple):
     call: str
     plan: Plan | None
 
+    def __repr__(self) -> str:
+        peak = "" if self.plan is None else f": {format_bytes(self.plan.peak_bytes)}"
+        return f"<plan for ({self.call}){peak}>"
+
 
 class PlanCache:
     """The plans of a fitted module, by which it trains.
@@ -465,7 +469,9 @@ class PlanCache:
         self, entry: CacheEntry, failure: GuardFailure, seconds: float, given_up: Sequence[CompiledPlan]
     ) -> None:
         plan = entry.compiled.plan
-        advice = f"; {failure.advice}" if failure.advice and not entry.compiled.free.places else ""
+        has_range = any(each.compiled.lengths is not None for each in self._entries)
+        is_known = has_range or bool(entry.compiled.free.places)
+        advice = f"; {failure.advice}" if failure.advice and not is_known else ""
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
             "planned again in %.1f s%s (plan %d of at most %d): %s%s",

@@ -222,7 +222,7 @@ def _check_entries(transformers: Any, given: Mapping[str, Any], path: Path) -> N
     methods = [
         key
         for key in given
-        if key != "num_labels"
+        if key not in ("num_labels", "torch_dtype")
         and isinstance(
             getattr(transformers.PreTrainedConfig, key, None), (property, FunctionType, MethodType)
         )

@@ -118,6 +118,7 @@ def test_other_shapes_are_planned_and_give_the_original_s_numbers(
         assert_steps_agree(ours, original, *draw(size))
     assert len(ours.irc_plans) == len(set(sizes))
     assert ours.irc_plans[0].call == "the example arguments" or sizes[-1] != sizes[0]
+    assert len(repr(ours.irc_plans)) < 200 * len(ours.irc_plans)
     assert {plan.budget_bytes for _, plan in ours.irc_plans} == {1 << 30}
 
 

@@ -226,6 +226,11 @@ def test_weights_in_4_bits_need_bitsandbytes(tmp_path: Path, monkeypatch: pytest
         step_of_config(config(tmp_path), batch=2, sequence=16, lora=Lora(4, in_four_bits=True))
 
 
+def test_the_older_name_of_the_element_type_is_read(tmp_path: Path) -> None:
+    module, _ = step_of_config(config(tmp_path, torch_dtype="bfloat16"), batch=1, sequence=16)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -136,11 +136,13 @@ class LargestBatch:
         lines = [f"{'largest ' + self.axis:>16}  {size}, within {format_bytes(self.budget_bytes)}"]
         plan = self.plan
         if plan is not None:
-            lines += [
+            lines.append(
                 f"{'plan':>16}  {format_bytes(plan.peak_bytes)} at its peak, {plan.overhead:.2%} more time "
-                f"(no schedule adds less than {plan.lower_bound_overhead:.2%})",
-                f"{'speed':>16}  {self.items_per_second:,.4g} {self.unit} a second (costs {plan.costs})",
-            ]
+                f"(no schedule adds less than {plan.lower_bound_overhead:.2%})"
+            )
+            if self.items_per_second:  # else no operation was timed: the plan computes nothing again
+                speed = f"{self.items_per_second:,.4g} {self.unit} a second (costs {plan.costs})"
+                lines.append(f"{'speed':>16}  {speed}")
         if self.measured_peak_bytes is not None and self.measured_per_second is not None:
             verdict = "within the prediction" if self.holds else "OVER THE PREDICTION"
             nbytes = self.measured_peak_bytes
@@ -153,12 +155,11 @@ class LargestBatch:
         )
         for trial in self.trials:
             more = "none fits" if trial.overhead is None else f"{trial.overhead:.2%}"
-            more = more if trial.minimum_bytes else "not taken"
+            needed = format_bytes(trial.minimum_bytes)
+            if not trial.minimum_bytes:
+                needed, more = "", "the model does not take it"
             speed = f"{trial.items_per_second:,.4g}" if trial.items_per_second else ""
-            lines.append(
-                f"{'':>16}  {trial.size:>10} {format_bytes(trial.minimum_bytes):>15} {more:>10} "
-                f"{speed:>10}".rstrip()
-            )
+            lines.append(f"{'':>16}  {trial.size:>10} {needed:>15} {more:>10} {speed:>10}".rstrip())
         return "\n".join(lines)
 
 

@@ -2,7 +2,9 @@
 A vision model under autocast
 =============================
 
-A small residual network trains in bfloat16, within 60% of its memory.
+This tutorial trains a small residual network under autocast, within 60% of the memory that it takes without
+irc. You plan the training step, see where its memory goes, and compare the losses with those of the
+original.
 """
 
 import copy
@@ -14,8 +16,11 @@ from torch.nn import functional
 import irc
 
 # %%
-# The model and one batch of it. The forward runs under autocast, as in many training loops: irc captures it
-# so, with the element types that autocast chooses.
+# The model and a batch
+# ---------------------
+#
+# The forward runs under autocast in bfloat16. irc captures it with the element types that autocast chooses.
+# The forward returns the loss, so irc needs no loss function.
 
 
 class Block(nn.Module):
@@ -54,18 +59,34 @@ batch = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
 original = copy.deepcopy(model)
 
 # %%
-# The plan. ``"60%"`` is a part of the peak of the step as it is; bytes (``"40MiB"``) are taken too.
+# Plan the step
+# -------------
+#
+# ``irc.optimize`` takes the model, the arguments of one step and a budget. ``"60%"`` is a part of the peak
+# memory of the original step. You can also give bytes, such as ``"40MiB"``.
 
 fitted = irc.optimize(model, batch, budget="60%")
 print(fitted.plan.summary())
 
 # %%
-# What becomes of the memory, module by module. Equal layers stand together: ``blocks.*``.
+# The summary shows the predicted peak, and the overhead: the time that the plan adds to the step. The bound
+# says that no schedule within this budget, with this order of backward, adds less. :doc:`/reference/output`
+# explains each line.
+#
+# See the memory by module
+# ------------------------
+#
+# The next table shows how many bytes of each module the plan keeps for backward, and how many it
+# recomputes. Equal layers share a row: ``blocks.*``.
 
 print(fitted.plan.explain(by="module", top=8))
 
 # %%
-# Training goes on as before. Losses are those of the original, bit for bit.
+# Train
+# -----
+#
+# The training loop does not change. This one trains the original, and then the planned module. The losses
+# of the two are equal bit for bit.
 
 for module in (original, fitted):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)

@@ -2,8 +2,9 @@
 A language model with LoRA adapters
 ===================================
 
-A GPT-2 of Hugging Face with adapters by PEFT. The base model is frozen, so that most of the memory is what
-backward keeps.
+This tutorial plans a Hugging Face GPT-2 with LoRA adapters of PEFT. The base model is frozen: it has no
+gradients and no optimizer state. So most of the memory is activations that backward needs, and a plan can
+save much of it.
 """
 
 import torch
@@ -13,7 +14,11 @@ from peft import LoraConfig, get_peft_model
 import irc
 
 # %%
-# A model with random weights. ``use_cache=False``: a cache of keys is of no use in training.
+# The model and a batch
+# ---------------------
+#
+# The model has random weights, so that nothing is downloaded. ``use_cache=False`` turns off the cache of
+# keys and values, which training does not use.
 
 torch.manual_seed(0)
 config = transformers.GPT2Config(
@@ -32,14 +37,22 @@ ids = torch.randint(0, 512, (4, 128))
 batch = {"input_ids": ids, "labels": ids}
 
 # %%
-# Wrap first, plan afterwards. The arguments of a step are keywords here; the loss is in the model's result.
+# Plan the step
+# -------------
+#
+# Call ``irc.optimize`` after ``get_peft_model``. The arguments of a step are keyword arguments here, so
+# they go into ``example_kwargs``. The model gets labels and returns the loss in its result, so ``loss=`` is
+# left out.
 
 model = irc.optimize(model, (), "55%", example_kwargs=batch)
 print(model.plan.summary())
 
 # %%
-# Dropout draws what it would have drawn: the generator ends where eager leaves it. The loop is the usual
-# one.
+# Train
+# -----
+#
+# The training loop does not change. Dropout draws the same masks as in the original, and the random
+# generator ends in the same state.
 
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
 for _ in range(3):
@@ -50,6 +63,10 @@ for _ in range(3):
     print(f"loss {loss.item():.4f}")
 
 # %%
-# Where the memory goes, by line of the model's code.
+# See the memory by line
+# ----------------------
+#
+# This table shows the bytes by line of the model's code. :doc:`/howto/loops` shows irc with the Hugging
+# Face Trainer and other libraries.
 
 print(model.plan.explain(by="line", top=6))

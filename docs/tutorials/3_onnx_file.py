@@ -2,7 +2,8 @@
 An ONNX file, trained and written back
 ======================================
 
-ONNX in, training out. Here the file is made on the spot; any file with float weights will do.
+This tutorial reads an ONNX file, trains it within 70% of its memory, and writes the trained weights back
+into a copy of the file. :doc:`/howto/onnx` describes which files irc takes.
 """
 
 import tempfile
@@ -16,7 +17,11 @@ from onnx import TensorProto, helper, numpy_helper
 import irc
 
 # %%
-# Four perceptrons, one after the other, as an ONNX file. The batch is free (``"n"``).
+# Make a file
+# -----------
+#
+# The file holds four perceptrons, one after the other. Use your own file instead, if it has float weights.
+# The batch size is left open: its dimension has the name ``"n"``.
 
 random = np.random.default_rng(0)
 weights, nodes = {}, []
@@ -42,21 +47,35 @@ file = folder / "perceptrons.onnx"
 onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), file)
 
 # %%
-# The file becomes a torch module: its weights are parameters, by the names that they have in the file.
+# Read it
+# -------
+#
+# ``irc.from_onnx`` makes a torch module of the file. The weights become parameters. They keep their names
+# in the file.
 
 module = irc.from_onnx(file)
 print([name for name, _ in module.named_parameters()])
 
 # %%
-# The plan is as for any module. On the command line this is ``irc optimize perceptrons.onnx --batch 256
-# --budget 70%``.
+# Plan the step
+# -------------
+#
+# You plan this module like any other. The loss is not part of the file, so you give it as ``loss=``. irc
+# then counts its memory.
 
 x = torch.randn(256, 16)
 fitted = irc.optimize(module, (x,), "70%", loss=lambda y: (y - x).square().mean())
 print(fitted.plan.summary())
 
 # %%
-# Train, and write the weights back into a copy of the file.
+# The command line plans a file too, and takes the mean of the squares of the output as its loss::
+#
+#     irc optimize perceptrons.onnx --batch 256 --budget 70%
+#
+# Train, and write the file
+# -------------------------
+#
+# ``irc.export_onnx`` writes a copy of the file with the trained weights.
 
 optimizer = torch.optim.SGD(fitted.parameters(), lr=0.5)
 for _ in range(5):

@@ -2,7 +2,8 @@
 A graph under a budget, step by step
 ====================================
 
-What ``irc.optimize`` does, one pass at a time, with the program in its text form.
+This tutorial runs the main steps of ``irc.optimize`` one at a time: capture, costs and plan. It prints the
+program after each step. Read it if you want to write a pass, or to understand a plan.
 """
 
 import torch
@@ -13,7 +14,11 @@ from irc.ir import liveness, print_graph, print_schedule
 from irc.passes import PassManager, Program, parse_passes
 
 # %%
-# A model of three layers, captured: forward and backward are one graph, with the bytes of each storage.
+# Capture
+# -------
+#
+# ``capture`` turns a model of three layers into a graph. The graph holds forward and backward. It states
+# the bytes of each storage, the memory that tensors lie in. :doc:`/reference/ir` describes the text.
 
 torch.manual_seed(0)
 
@@ -36,8 +41,12 @@ program = Program(captured.graph)
 print(print_graph(program.graph))
 
 # %%
-# Costs: the time of each operation, and its workspace. ``cpu`` is a described machine; ``device`` measures
-# this one.
+# Costs
+# -----
+#
+# The pass ``cost`` finds the time and the workspace of each operation. A workspace is memory that an
+# operation takes only while it runs. ``profile=cpu`` takes the costs from the described machine ``cpu``.
+# ``profile=device`` measures your own machine.
 
 program = PassManager(parse_passes("cost{profile=cpu}")).run(program)
 for node in program.graph.operations[:4]:
@@ -45,19 +54,31 @@ for node in program.graph.operations[:4]:
     print(f"{node.name:12} {microseconds:8.2f} us {program.costs.workspace_bytes[node]:6} B")
 
 # %%
-# The schedule that keeps all, and its memory: bytes alive while each instruction runs.
+# The memory of the original step
+# -------------------------------
+#
+# ``program.baseline`` is the schedule that keeps everything. ``liveness`` computes the bytes that are in
+# memory while each instruction runs.
 
 timeline = liveness(program.baseline, program.costs.workspace_bytes)
 print("peak of the step that keeps all:", timeline.peak_bytes, "bytes")
 
 # %%
-# A plan within 95% of it. The schedule is a straight line: compute, free, and the loss in between. What is
-# computed a second time stands there twice.
+# The plan
+# --------
+#
+# The pass ``plan-memory`` finds a schedule within 95% of this peak. A schedule is a list of instructions:
+# it computes operations, frees storages, and calls for the loss between forward and backward. If the plan
+# recomputes an operation, the operation appears twice.
 
 planned = PassManager(parse_passes("plan-memory{budget=95%}")).run(program)
 print(print_schedule(planned.schedule))
 print(planned.plan.summary())
 
 # %%
-# The same on the command line: ``irc opt program.irc --passes 'cost{profile=cpu},plan-
-# memory{budget=95%}'``.
+# The command line runs the same passes on the text of a graph. If you write the text from above to
+# ``program.irc``, this command prints the graph with its schedule::
+#
+#     irc opt program.irc --passes 'cost{profile=cpu},plan-memory{budget=95%}'
+#
+# :doc:`/howto/write_a_pass` shows how to add a pass of your own.

@@ -3,7 +3,7 @@ A graph under a budget, step by step
 ====================================
 
 This tutorial runs the main steps of ``irc.optimize`` one at a time: capture, costs and plan. It prints the
-program after each step. Read it if you want to write a pass, or to understand a plan.
+result of each step. Read it if you want to write a pass, or to understand a plan.
 """
 
 import torch

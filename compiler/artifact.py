@@ -350,8 +350,12 @@ def read_planned(folder: Path, *more: str) -> Planned:
     return Planned(described, plan, source, schedule, by_name)
 
 
-def read_folder(folder: Path) -> Written:
+def read_folder(folder: Path, *, is_trusted: bool = False) -> Written:
     """Reads what `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
+
+    Args:
+        folder: Where.
+        is_trusted: As of `tier_from_json`.
 
     Raises:
         UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
@@ -362,7 +366,8 @@ def read_folder(folder: Path) -> Written:
     with undamaged(folder / "plan.json"):
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         not_saved = frozenset(str(name) for name in described["not_saved"])
-        tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
+        rows = described["tier_configs"]
+        tier_configs = tuple(tier_from_json(row, is_trusted=is_trusted) for row in rows)
         text = described.get("optimizer")
         optimizer = None if text is None else parse_optimizer(text)
         _check_optimizer(schedule.graph, optimizer)
@@ -424,11 +429,35 @@ def tier_to_json(config: TierConfig) -> dict[str, Any]:
     return {"kind": config.kind, **asdict(config)}
 
 
-def tier_from_json(row: dict[str, Any]) -> TierConfig:
-    """Reads what `tier_to_json` wrote."""
+def tier_from_json(row: dict[str, Any], *, is_trusted: bool = False) -> TierConfig:
+    """Reads what `tier_to_json` wrote.
+
+    Args:
+        row: The written tier.
+        is_trusted: Whether code of other distributions may run, with what the row says.
+
+    Raises:
+        UsageError: IRC436 for a tier of another distribution, if the row is not trusted; IRC433 if it is not
+            installed.
+        ValueError: The row is damaged.
+    """
     known = dict(row)
-    kind = known.pop("kind")
-    config = (_TIER_KINDS.get(kind) or tier_kind(kind) or _TIER_KINDS[kind])(**known)
+    kind = str(known.pop("kind"))
+    own = _TIER_KINDS.get(kind)
+    if own is None and not is_trusted:
+        raise UsageError(
+            "IRC436",
+            f"the folder copies to a tier of another distribution, {printable(kind)}, whose code would run",
+            help="give --trust to irc run if the folder is your own",
+        )
+    own = own or tier_kind(kind)
+    if own is None:
+        raise UsageError(
+            "IRC433",
+            f"there is no tier {printable(kind)} here, which the folder copies to",
+            help="install the distribution that has it; irc passes lists what is there",
+        )
+    config = own(**known)
     folder = getattr(config, "folder", None)
     is_whole = isinstance(cast(object, config.name), str) and type(config.capacity_bytes) is int
     if not is_whole or config.capacity_bytes < 0 or not isinstance(folder, str | None):

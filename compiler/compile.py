@@ -50,7 +50,7 @@ from ..torch_support.packed_weights import packed_weights
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
 from .request import INDUCTOR, Example, Request
-from .tiles import tiles_of, whole_or_tiled
+from .tiles import tiles_advice, tiles_of, whole_or_tiled
 from .time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 
 __all__ = [
@@ -366,13 +366,17 @@ def _whole_or_tiled(
             same = tiled(example.tiles)  # its schedule may be taken over
             if same is not None:
                 return same
-    best = whole_or_tiled(
-        tiles_of(program.graph, request),
-        lambda: planned(program),
-        tiled,
-        step_seconds=_step_seconds,
-        is_best=lambda found: found.plan is not None and found.plan.overhead <= request.plan.gap,
-    )
+    try:
+        best = whole_or_tiled(
+            tiles_of(program.graph, request),
+            lambda: planned(program),
+            tiled,
+            step_seconds=_step_seconds,
+            is_best=lambda found: found.plan is not None and found.plan.overhead <= request.plan.gap,
+        )
+    except BudgetError as error:
+        error.help = "; ".join(filter(None, (error.help, tiles_advice(program.graph, request))))
+        raise
     if len(tried) == 1:
         return best
     assert best.plan is not None

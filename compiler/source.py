@@ -103,10 +103,10 @@ class Source:
         """
         if self.is_factory:
             place, _, _ = self.model.rpartition(":")
-            if place.endswith(".py") and not Path(place).is_file():
+            if place.endswith(".py") and not os.path.isfile(place):
                 raise UsageError("IRC420", f"there is no file {printable(place)}", help=MODEL_HELP)
             return
-        is_there, suffix = Path(self.model).exists(), Path(self.model).suffix
+        is_there, suffix = os.path.exists(self.model), Path(self.model).suffix
         if suffix == ".onnx" and not is_there:
             raise UsageError("IRC310", f"no such file: {self.model}", help="give the path of an .onnx file")
         if suffix == ".py" or not is_there:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 
-from ..backends.torch import DiskTierConfig, HostTierConfig, TierConfig
+from ..backends.torch import DiskTierConfig, HostTierConfig, TierConfig, check_tier_configs
 from ..backends.torch.offload import RunningTier, Slot, Ticket
-from ..ir import Tier, TierRequest, UsageError, format_bytes, load_plugin, parse_tiers
+from ..ir import (
+    TIER_KINDS,
+    Tier,
+    TierRequest,
+    UsageError,
+    first_line,
+    format_bytes,
+    load_plugin,
+    parse_tiers,
+)
 from ..passes import OFFLOADABLE, OfferTiers
 from ..passes.costs.measure_tiers import measure_copies, measure_tier, tier_bytes
 from ..passes.costs.this_machine import this_machine
 
-__all__ = ["device_of", "measured_tiers", "offer", "plugin_config", "tier_configs", "tier_kind", "what_moves"]
+__all__ = ["device_of", "measured_tiers", "offer", "tier_configs", "tier_kind", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
@@ -113,7 +123,7 @@ def _measured(step: OfferTiers, device: torch.device) -> list[Tier]:
     found: list[Tier] = []
     speedup = _speedup(device)
     for request in step.requests():
-        theirs = plugin_config(request)
+        theirs = _plugin_config(request)
         if theirs is not None:
             found.append(_slower(_measured_plugin(theirs, device), speedup))
             continue
@@ -170,8 +180,10 @@ def tier_kind(name: str) -> type[TierConfig] | None:
     Raises:
         UsageError: IRC597 if it cannot be imported, or is not a `TierConfig` of that kind.
     """
-    found = load_plugin("irc.tiers", name, TierConfig)
-    if found is not None and (not isinstance(found, type) or found.kind != name):
+    if name in TIER_KINDS:
+        return None
+    found = load_plugin("irc.tiers", name, type)
+    if found is not None and not (issubclass(found, TierConfig) and getattr(found, "kind", None) == name):
         raise UsageError(
             "IRC597",
             f"the entry point {name!r} in irc.tiers does not name a TierConfig whose kind is {name!r}",
@@ -180,14 +192,25 @@ def tier_kind(name: str) -> type[TierConfig] | None:
     return found
 
 
-def plugin_config(request: TierRequest) -> TierConfig | None:
+def _plugin_config(request: TierRequest) -> TierConfig | None:
     """Returns the config of a tier of another distribution; None for `host` and `disk`.
 
     Raises:
         UsageError: IRC425 if the request means nothing to the tier; IRC597 as `tier_kind`.
     """
     kind = tier_kind(request.name)
-    return None if kind is None else kind.asked(request.folder, request.capacity_bytes)
+    if kind is None:
+        return None
+    config = kind.from_request(request.folder, request.capacity_bytes)
+    try:
+        json.dumps(asdict(config))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "IRC597",
+            f"a field of the tier {request.name} is not a value of JSON: {first_line(error)}",
+            help="mend or uninstall its distribution",
+        ) from error
+    return config
 
 
 _PROBE_BYTES = 16 << 20
@@ -197,6 +220,7 @@ _SMALL_COPIES = 20
 
 def _measured_plugin(config: TierConfig, device: torch.device) -> Tier:
     """Measures a tier by the copies that a step makes, alone and beside computations."""
+    check_tier_configs([config], {str(device)})
     tier = config.open()
     with torch.no_grad():
         small = _Probe(tier, device, min(_SMALL_BYTES, config.capacity_bytes))
@@ -204,9 +228,13 @@ def _measured_plugin(config: TierConfig, device: torch.device) -> Tier:
             statistics.median(copy() for _ in range(_SMALL_COPIES)) for copy in (small.out, small.back)
         )
         del small  # gives its slot back
-        found = Tier(config.name, config.capacity_bytes, 1.0, 1.0, latency_seconds, is_duplex=False)
+        found = Tier(config.name, config.capacity_bytes, 1.0, 1.0, latency_seconds, _is_duplex(config))
         probe = _Probe(tier, device, min(_PROBE_BYTES, config.capacity_bytes))
         return measure_copies(found, probe, device, seconds=1.0).tier
+
+
+def _is_duplex(config: TierConfig) -> bool:
+    return bool(getattr(config, "is_duplex", False))
 
 
 @dataclass
@@ -255,7 +283,7 @@ def tier_configs(offer: OfferTiers, device: torch.device) -> tuple[TierConfig, .
         nbytes = _UNLIMITED if tier is None else tier.capacity_bytes
         is_duplex = tier is None or tier.is_duplex
         elsewhere = bool(offer.machine) and device.type == "cpu"
-        theirs = plugin_config(request)
+        theirs = _plugin_config(request)
         if theirs is not None:
             found[request.name] = theirs
         elif request.name == "host" and not elsewhere:

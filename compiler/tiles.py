@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from ..ir import BudgetError, Graph, IrcError, TimeLimitError
 from ..passes import row_regions
 from .request import SUMS, Request
 
-__all__ = ["tiles_of", "whole_or_tiled"]
+__all__ = ["tiles_advice", "tiles_of", "whole_or_tiled"]
 
 Plan = TypeVar("Plan")
 
@@ -36,6 +37,14 @@ def tiles_of(graph: Graph, request: Request) -> Iterator[int]:
     while widest is not None and tiles <= widest.most_tiles and tiles * _LEAST_BYTES <= widest.wide_bytes:
         yield tiles
         tiles *= _TIMES_MORE
+
+
+def tiles_advice(graph: Graph, request: Request) -> str:
+    """Says what sums in another order would do for a graph of which no plan fits; "" if nothing."""
+    summed = replace(request, exact=SUMS)
+    if request.exact == SUMS or next(tiles_of(graph, summed), None) is None:
+        return ""
+    return 'run loss heads and wide layers in tiles (exact="sums")'
 
 
 def whole_or_tiled(

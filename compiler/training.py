@@ -152,7 +152,7 @@ def check_measurable(module: nn.Module) -> None:
 def measured_peak_bytes(
     module: nn.Module,
     inputs: Sequence[Any],
-    static_bytes: int,
+    static_bytes: int | None = None,
     *,
     keywords: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] = training_loss,
@@ -161,7 +161,7 @@ def measured_peak_bytes(
     optimizer: Optimizer | None = None,
     is_given_up: bool = False,
 ) -> int:
-    """The peak of one training step, from allocator events, with what exists before it, in bytes.
+    """Measures the peak of one training step, from allocator events, with what exists before it, in bytes.
 
     The module's numbers are as before afterwards: parameters, buffers, the state of optimizers in backward
     and the generator are put back, gradients cleared. A module that releases its gradients takes a step
@@ -172,7 +172,8 @@ def measured_peak_bytes(
         inputs: Arguments of the step.
         static_bytes: Bytes of parameters, buffers and inputs, which the events do not show; for a module that
             releases its gradients with the reserved bytes, and if several forwards are in flight with the
-            inputs of each of them.
+            inputs of each of them. None takes those of the plan of this call, or counts parameters,
+            buffers and inputs of a module without a plan.
         keywords: Keyword arguments of the step.
         loss: A function from the result to a scalar; the result is held until backward ends.
         forwards: How many are in flight: all run, then their losses, then one backward for all, which is the
@@ -202,8 +203,24 @@ def measured_peak_bytes(
             gradients = {id(p): p.grad for p in module.parameters() if p.grad is not None}
             there_bytes = sum(map(allocated_bytes, gradients.values()))
         peak = peak_bytes(run, device)
+        if static_bytes is None:
+            static_bytes = _static_bytes(module, (inputs, keywords))
     _clear_gradients(module, inputs)
     return peak + static_bytes + there_bytes
+
+
+def _static_bytes(module: nn.Module, arguments: Any) -> int:
+    """Returns the static bytes of the plan that ran last, or those of parameters, buffers and arguments."""
+    calls = getattr(module, "irc_plans", None) or [(None, getattr(module, "plan", None))]
+    plan = calls[0][1]
+    if isinstance(plan, Plan):
+        return plan.static_bytes
+    leaves = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+    storages = {
+        tensor.untyped_storage().data_ptr(): allocated_bytes(tensor)
+        for tensor in (*module.parameters(), *module.buffers(), *leaves)
+    }
+    return sum(storages.values())
 
 
 def _copied(inputs: Sequence[Any]) -> tuple[Any, ...]:

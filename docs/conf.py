@@ -48,3 +48,4 @@ sphinx_gallery_conf = {
     "image_scrapers": (),
     "reset_modules": (),
 }
+smartquotes = False  # options of commands keep their two hyphens

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 ROWS, SIZE, STEPS = 4, 16, 4
 
@@ -59,8 +58,8 @@ def train(module: nn.Module) -> list[float]:
     torch.manual_seed(1)
     losses: list[float] = []
     for noisy, times, noise in batches():
-        loss = functional.mse_loss(module(noisy, times).sample, noise)
         optimizer.zero_grad()
+        loss = functional.mse_loss(module(noisy, times).sample, noise)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -81,7 +80,7 @@ def main(budget: int | str = "60%", **options: Any) -> bool:
     pairs = zip(original.parameters(), module.parameters(), strict=True)
     is_same = expected == losses and all(torch.equal(a, b) for a, b in pairs)
     print(f"losses {losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
-    measured = measured_peak_bytes(fitted, (noisy, times), fitted.plan.static_bytes, loss=loss)
+    measured = irc.measured_peak_bytes(fitted, (noisy, times), loss=loss)
     plan = fitted.plan
     print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
     return is_same and measured <= plan.peak_bytes

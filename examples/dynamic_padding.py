@@ -23,7 +23,6 @@ import transformers
 from torch import Tensor, nn
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 WORDS, PAD = 200, 0
 SHORTEST, LONGEST = 16, 96
@@ -105,9 +104,7 @@ def example(module: nn.Module) -> dict[str, Any]:
 def peak_of_longest(fitted: Any, batch: dict[str, Any]) -> int:
     """The measured peak of a step of the longest batch, in bytes."""
     longest = {**batch, **padded([{"input_ids": torch.ones(LONGEST, dtype=torch.long)}] * ROWS)}
-    tensors = (*fitted.parameters(), *fitted.buffers(), *longest.values())
-    static_bytes = sum(tensor.nbytes for tensor in tensors)
-    return measured_peak_bytes(fitted, (), static_bytes, keywords=longest, loss=lambda result: result.loss)
+    return irc.measured_peak_bytes(fitted, (), keywords=longest, loss=lambda result: result.loss)
 
 
 def main(budget: int | str = "70%", **options: Any) -> bool:

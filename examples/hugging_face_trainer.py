@@ -26,7 +26,6 @@ import transformers
 from torch import Tensor, nn
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 Data = list[dict[str, Tensor]]
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1}
@@ -169,8 +168,8 @@ def train(name: str, accumulation: int, budget: int | str | None = None, **optio
             plan = fitted.plan
             trainer = trainer_of(fitted, data, folder, accumulation)
             measured = partial(
-                measured_peak_bytes,
-                *(fitted, (), fitted.plan.static_bytes),
+                irc.measured_peak_bytes,
+                *(fitted, ()),
                 keywords=batch,
                 loss=lambda result: result.loss,
             )

@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 BATCH = 128
 
@@ -79,7 +78,7 @@ def main(budget: int | str = "75%", **options: Any) -> bool:
     same = all(torch.equal(value, found[name]) for name, value in expected.items())
     print(f"the weights are {'the same' if same else 'DIFFERENT'}")
     plan = fitted.plan
-    measured = measured_peak_bytes(fitted, (inputs,), plan.static_bytes, loss=loss)
+    measured = irc.measured_peak_bytes(fitted, (inputs,), loss=loss)
     print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
     return same and measured <= plan.peak_bytes
 

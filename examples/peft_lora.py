@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 WORDS, STEPS = 500, 4
 
@@ -46,8 +45,8 @@ def train(module: Any, batches: list[Tensor]) -> list[float]:
     torch.manual_seed(1)
     losses: list[float] = []
     for words in batches:
-        loss = module(input_ids=words, labels=words).loss
         optimizer.zero_grad()
+        loss = module(input_ids=words, labels=words).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -66,9 +65,7 @@ def main(budget: int | str = "50%", **options: Any) -> bool:
     pairs = zip(original.parameters(), module.parameters(), strict=True)
     is_same = expected == losses and all(torch.equal(a, b) for a, b in pairs)
     print(f"losses {losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
-    measured = measured_peak_bytes(
-        fitted, (), fitted.plan.static_bytes, keywords=batch, loss=lambda result: result.loss
-    )
+    measured = irc.measured_peak_bytes(fitted, (), keywords=batch, loss=lambda result: result.loss)
     plan = fitted.plan
     print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
     return is_same and measured <= plan.peak_bytes

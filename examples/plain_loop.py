@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 
 def block(channels_in: int, channels_out: int) -> nn.Sequential:
@@ -68,7 +67,7 @@ def main(steps: int = 4, **options: Any) -> bool:
     same &= all(torch.equal(value, weights[name]) for name, value in original.state_dict().items())
     print(f"after {steps} steps, losses and weights are {'the same' if same else 'DIFFERENT'}")
     plan = fitted.plan
-    measured = measured_peak_bytes(fitted, (images,), plan.static_bytes, loss=loss)
+    measured = irc.measured_peak_bytes(fitted, (images,), loss=loss)
     print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
     return same and measured <= plan.peak_bytes
 

@@ -21,7 +21,6 @@ import transformers
 from torch import Tensor, nn
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 STEPS = 4
 WORDS = 500
@@ -65,8 +64,8 @@ def train(model: nn.Module, batches: list[Tensor]) -> list[float]:
     torch.manual_seed(1)
     losses: list[float] = []
     for words in batches:
-        loss = model(input_ids=words, labels=words).loss
         optimizer.zero_grad()
+        loss = model(input_ids=words, labels=words).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -88,9 +87,7 @@ def main(budget: int | str = "50%", **options: Any) -> bool:
     is_same = expected == losses and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
     print(f"losses {losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
     plan = fitted.plan
-    measured = measured_peak_bytes(
-        fitted, (), plan.static_bytes, keywords=example, loss=lambda result: result.loss
-    )
+    measured = irc.measured_peak_bytes(fitted, (), keywords=example, loss=lambda result: result.loss)
     print(f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, measured {measured:,} B")
     return is_same and measured <= plan.peak_bytes
 

@@ -22,10 +22,8 @@ import tokenizers
 import torch
 import transformers
 import trl
-from torch import Tensor
 
 import irc
-from irc.compiler.training import measured_peak_bytes
 
 WORDS = 200
 SHORTEST, LONGEST = 16, 64
@@ -107,9 +105,7 @@ def peak_of_longest(fitted: Any, batch: dict[str, Any]) -> int:
     """The measured peak of a step of the longest batch, in bytes."""
     words = torch.full((ROWS, LONGEST), 3)
     longest = {**batch, "input_ids": words, "labels": words.clone(), "attention_mask": torch.ones_like(words)}
-    given = [value for value in longest.values() if isinstance(value, Tensor)]
-    static_bytes = sum(tensor.nbytes for tensor in (*fitted.parameters(), *fitted.buffers(), *given))
-    return measured_peak_bytes(fitted, (), static_bytes, keywords=longest, loss=lambda result: result.loss)
+    return irc.measured_peak_bytes(fitted, (), keywords=longest, loss=lambda result: result.loss)
 
 
 def main(budget: int | str = "80%", **options: Any) -> bool:

@@ -39,7 +39,7 @@ class Decision:
         nbytes: Its size.
         action: `keep`, `recompute`, `swap` or `free` (backward does not need it).
         runs_again: The number of times that its operation runs again.
-        seconds: Time of these runs.
+        seconds: Time of these runs, in equal parts for each storage that the operation makes.
         reason: Why, in words.
         location: The origin of the operation, or "".
         annotation: The annotation of the user that decided, or "".
@@ -85,9 +85,9 @@ class Totals:
 class ModuleGroups:
     """Names modules so that equal layers share a name.
 
-    The numbered children of a module are equal if the same modules are in them, where a few may be missing;
-    children without modules, if they make storages of the same operations and bytes. If all are equal their
-    number is `*` (`h.*.attn`), or else a list of numbers (`features.10-12,15`).
+    The numbered children of a module are equal if the same operations are at the same places in them, up to
+    half of which may be missing; children without modules, if their operations make the same bytes too. If
+    all are equal their number is `*` (`h.*.attn`), or else a list of numbers (`features.10-12,15`).
 
     Args:
         made: The path of a module, an operation and bytes, for each storage.
@@ -96,51 +96,71 @@ class ModuleGroups:
     def __init__(self, made: Iterable[tuple[str, str, int]]) -> None:
         self._root = _Module()
         for path, op, nbytes in made:
-            module = self._root
-            for name in filter(None, path.split(".")):
+            module, parts = self._root, _parts(path)
+            for place, name in enumerate(parts):
                 module = module.inner.setdefault(name, _Module())
+                module.below.add((".".join(parts[place + 1 :]), op))
             module.made.append((op, nbytes))
 
     @staticmethod
     def of(decisions: Iterable[Decision]) -> ModuleGroups:
         """Returns the groups of the modules that make these storages."""
-        return ModuleGroups((module_path(*_place(d), _op(d)), _op(d), d.nbytes) for d in decisions)
+        return ModuleGroups((_path(d), _op(d), d.nbytes) for d in decisions)
 
     def name(self, path: str) -> str:
         """Returns the name of a module, which is its path if nobody else is like it."""
         names: list[str] = []
         module: _Module | None = self._root
-        for part in filter(None, path.split(".")):
+        for part in _parts(path):
             below = None if module is None else module.inner.get(part)
             label, module = (part, below) if module is None else module.labels.get(part, (part, below))
             names.append(label)
         return ".".join(names)
 
 
+_MOST_DEPTH = 32
+"""What lies deeper in one another is taken for one module."""
+
+_MOST_KINDS = 100
+"""So many kinds of layers in one list are compared with each other; others are equal only to the same."""
+
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+
+
+def _parts(path: str) -> list[str]:
+    return path.split(".", _MOST_DEPTH - 1) if path else []
+
+
 @dataclass
 class _Module:
-    """A module with what is in it, and what it makes itself."""
+    """A module with what is in it, and what it makes itself.
+
+    Args:
+        inner: The modules in it.
+        below: The place and the operation of each storage that is made in it.
+        made: The operation and the bytes of each storage that it makes itself.
+    """
 
     inner: dict[str, _Module] = field(default_factory=lambda: {})
+    below: set[tuple[str, str]] = field(default_factory=lambda: set())
     made: list[tuple[str, int]] = field(default_factory=lambda: [])
 
     @cached_property
-    def paths(self) -> frozenset[str]:
-        """The paths of all modules in it."""
-        below = (f"{name}.{path}" for name, each in self.inner.items() for path in each.paths)
-        return frozenset((*self.inner, *below))
-
-    @cached_property
     def labels(self) -> dict[str, tuple[str, _Module]]:
-        """The label of each child with a number, and the child like it that has the most modules."""
+        """The label of each child with a number, and the child like it in which most is made."""
+        numbered = [name for name in self.inner if _NUMBER.fullmatch(name)]
+        same: dict[object, list[str]] = defaultdict(list)
+        for name in numbered:
+            each = self.inner[name]
+            same[frozenset(each.below) if each.inner else tuple(sorted(each.made))].append(name)
         alike: list[list[str]] = []
-        numbered = [name for name in self.inner if name.isdecimal()]
-        for name in sorted(numbered, key=lambda name: -len(self.inner[name].paths)):
-            first = next((g for g in alike if self.inner[g[0]].covers(self.inner[name])), None)
+        for names in sorted(same.values(), key=lambda names: -len(self.inner[names[0]].below)):
+            each = self.inner[names[0]]
+            first = next((g for g in alike[:_MOST_KINDS] if self.inner[g[0]].covers(each)), None)
             if first is None:
-                alike.append([name])
+                alike.append(names)
             else:
-                first.append(name)
+                first += names
         return {
             name: ("*" if 1 < len(names) == len(numbered) else _ranges(names), self.inner[names[0]])
             for names in alike
@@ -148,10 +168,10 @@ class _Module:
         }
 
     def covers(self, other: _Module) -> bool:
-        """Whether another module is a layer like this one."""
-        if not other.paths:
-            return not self.paths and sorted(self.made) == sorted(other.made)
-        return other.paths <= self.paths and 2 * len(other.paths) >= len(self.paths)
+        """Whether another module is a layer like this one, of which something may be missing."""
+        if not self.inner or not other.inner:
+            return False
+        return other.below <= self.below and 2 * len(other.below) >= len(self.below)
 
 
 def _ranges(names: Sequence[str]) -> str:
@@ -188,6 +208,11 @@ def module_path(module: str, source: str, op: str = "") -> str:
 
 _WORD = 5
 """The fewest letters of the name of an ONNX node that says more than its operation."""
+
+
+def _path(decision: Decision) -> str:
+    """The path of the module that makes a storage."""
+    return module_path(*_place(decision), _op(decision))
 
 
 def _op(decision: Decision) -> str:
@@ -249,9 +274,9 @@ def _by_line(decisions: Iterable[Decision]) -> Iterator[tuple[str, Totals]]:
 
 def _grouped(decisions: Iterable[Decision]) -> list[tuple[str, Decision]]:
     """Each decision with the name of its module."""
-    known = list(decisions)
-    groups = ModuleGroups.of(known)
-    return [(groups.name(module_path(*_place(d), _op(d))), d) for d in known]
+    made = [(_path(decision), decision) for decision in decisions]
+    groups = ModuleGroups((path, _op(decision), decision.nbytes) for path, decision in made)
+    return [(groups.name(path), decision) for path, decision in made]
 
 
 def by_module(decisions: Iterable[Decision]) -> dict[str, Totals]:
@@ -265,28 +290,26 @@ def by_module(decisions: Iterable[Decision]) -> dict[str, Totals]:
 def _tree(decisions: Sequence[Decision]) -> Iterator[tuple[str, Totals]]:
     """Yields each module after the one around it, with all that is within it, the largest first."""
     totals: dict[tuple[str, ...], Totals] = defaultdict(Totals)
+    inner: dict[tuple[str, ...], dict[tuple[str, ...], None]] = defaultdict(dict)
     for name, decision in _grouped(decisions):
-        path = tuple(filter(None, name.split(".")))
-        for depth in range(len(path) + 1):
-            totals[path[:depth]].add(decision)
+        path = tuple(_parts(name))
+        totals[()].add(decision)
+        for depth in range(len(path)):
+            inner[path[:depth]][path[: depth + 1]] = None
+            totals[path[: depth + 1]].add(decision)
 
     def under(path: tuple[str, ...], depth: int) -> Iterator[tuple[str, Totals]]:
-        inner = [p for p in totals if len(p) == len(path) + 1 and p[: len(path)] == path]
-        for each in sorted(inner, key=lambda p: -totals[p].all_bytes):
+        for each in sorted(inner[path], key=lambda p: -totals[p].all_bytes):
             name = each[-1]
-            while (only := _only_child(totals, each)) is not None:
+            while (
+                len(inner[each]) == 1 and totals[only := next(iter(inner[each]))].count == totals[each].count
+            ):
                 each, name = only, f"{name}.{only[-1]}"
             yield "  " * depth + name, totals[each]
             yield from under(each, depth + 1)
 
     yield "(model)", totals[()]
     yield from under((), 1)
-
-
-def _only_child(totals: dict[tuple[str, ...], Totals], path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The module that holds all of another one's storages."""
-    inner = [p for p in totals if len(p) == len(path) + 1 and p[: len(path)] == path]
-    return inner[0] if len(inner) == 1 and totals[inner[0]].count == totals[path].count else None
 
 
 def _totals_table(

@@ -31,9 +31,9 @@ def check_written(folder: Path, *names: str) -> None:
     Raises:
         UsageError: IRC431.
     """
-    missing = next((name for name in names if not (folder / name).is_file()), None)
+    missing = next((name for name in names if not os.path.isfile(folder / name)), None)
     if missing is not None:
-        what = "is not a folder" if not folder.is_dir() else f"has no {missing}"
+        what = "is not a folder" if not os.path.isdir(folder) else f"has no {missing}"
         raise UsageError(
             "IRC431", f"{folder} {what}", help="give a folder written by irc optimize MODEL -o DIR"
         )

@@ -73,7 +73,7 @@ class Resident:
     """One stay of a storage on the device.
 
     Args:
-        name: The name of the storage, or of the parameter, buffer or input that lies in it.
+        name: The name of the parameter, buffer, input or output that lies in it, or of the first value.
         kind: The reason: the value of a `Kind`.
         nbytes: Its bytes.
         first: The step that brings it.
@@ -244,8 +244,9 @@ class StepMemory:
             LookupError: As `MemoryTimeline.from_json`.
             TypeError: The same.
         """
-        if data["format"] != _FORMAT:
-            raise ValueError(f"the format is {printable(repr(data['format']))}, not {_FORMAT}")
+        if data.get("format") != _FORMAT:
+            found = printable(repr(data.get("format")))
+            raise ValueError(f"its format is {found}, not {_FORMAT}: another version of irc wrote it")
         return StepMemory(*(MemoryTimeline.from_json(data[name]) for name in ("planned", "original")))
 
 
@@ -414,6 +415,9 @@ class _Kinds:
             entry = self.entries.get(parameter.storage)
             if entry is not None:
                 self.names.setdefault(gradient.storage, f"gradient of {entry.target}")
+        for node in graph.nodes:
+            for value in node.values:
+                self.names.setdefault(value.storage, value.name)
         for storage, entry in self.entries.items():
             self.names[storage] = (
                 entry.target if entry.role is not InputRole.INPUT else f"input {entry.target}"

@@ -169,7 +169,8 @@ class Plan:
             raise UsageError(
                 "IRC595",
                 "this plan does not know the memory of its step",
-                help="take the plan of irc.optimize without dynamic=, or a folder written by irc optimize -o",
+                help="take the plan of irc.optimize without dynamic=; irc report DIR and irc explain DIR "
+                "read timeline.json of a written folder",
             )
         return self.memory
 
@@ -252,9 +253,9 @@ class Plan:
             yield "gradients", released
         elif there_bytes is not None:
             fits = there_bytes <= self.budget_bytes
-            advice = "" if fits else "; over the budget: accumulate_gradients=True takes no second set"
+            advice = "" if fits else "; to accumulate within the budget, plan with accumulate_gradients=True"
             peak = f"{format_bytes(there_bytes)} ({there_bytes:,} bytes)"
-            yield "with gradients", f"{peak} where .grad is there already and is added to{advice}"
+            yield "with gradients", f"{peak} of a step that finds .grad there and adds to it{advice}"
 
     def _unused_rows(self) -> Iterator[tuple[str, str]]:
         """Describes the memory of a step whose caller drops outputs, if that is less."""

@@ -51,7 +51,7 @@ def load_plugin(group: str, name: str, kind: type[Any] = object) -> Any:
     Args:
         group: One of `GROUPS`.
         name: The name of the entry point.
-        kind: The class that it has to be of, or to be derived from.
+        kind: The class that it has to be of.
 
     Raises:
         UsageError: IRC597 if it cannot be imported, if it is of another class, or as `plugins`.
@@ -68,7 +68,7 @@ def load_plugin(group: str, name: str, kind: type[Any] = object) -> Any:
             f"{type(error).__name__}: {printable(str(error), 300)}",
             help=f"mend or uninstall {_owner(entry)}",
         ) from error
-    if not (isinstance(found, kind) or (isinstance(found, type) and issubclass(found, kind))):
+    if not isinstance(found, kind):
         raise UsageError(
             "IRC597",
             f"{name!r} of {_owner(entry)} ({printable(entry.value)}) is not a {kind.__name__}",

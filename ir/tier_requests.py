@@ -39,8 +39,9 @@ class TierRequest:
     capacity_bytes: int | None = None
 
     def __str__(self) -> str:
-        folder = [f"./{self.folder}" if self.folder[:1].isdigit() else self.folder] if self.folder else []
-        nbytes = [] if self.capacity_bytes is None else [str(self.capacity_bytes)]
+        is_digit = self.name == "disk" and self.folder[:1].isdigit()
+        folder = [f"./{self.folder}" if is_digit else self.folder] if self.folder else []
+        nbytes = [] if self.capacity_bytes is None else [f"{self.capacity_bytes}B"]
         return ":".join((self.name, *folder, *nbytes))
 
 
@@ -101,12 +102,13 @@ def _is_text(given: object) -> bool:
 
 def _parse_tier(text: str) -> TierRequest:
     name, _, rest = text.partition(":")
-    theirs = plugins("irc.tiers")
-    if name not in TIER_KINDS and name not in theirs:
-        known = ", ".join((*TIER_KINDS, *theirs))
+    is_own = name in TIER_KINDS
+    if not is_own and name not in plugins("irc.tiers"):
+        known = ", ".join((*TIER_KINDS, *plugins("irc.tiers")))
         raise UsageError("IRC424", f"{text!r}: there is no tier {name!r}", help=f"tiers: {known}; {_HELP}")
     before, _, last = rest.rpartition(":")
-    folder, amount = (before, last) if _is_amount(last) else (rest, "")
+    has_amount = _is_amount(last) and (is_own or last[-1].isalpha())  # what theirs are told may be a number
+    folder, amount = (before, last) if has_amount else (rest, "")
     if name == "host" and "/" in folder:
         raise UsageError("IRC429", f"{text!r}: the host's memory has no folder", help=_HELP)
     if text.endswith(":") or (name == "host" and folder):

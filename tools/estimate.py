@@ -82,6 +82,8 @@ def add_config(command: argparse.ArgumentParser) -> None:
 def _estimate(options: argparse.Namespace) -> int:
     progress = Progress(options)
     budget = None if options.budget is None else budget_of(options.budget)
+    if options.model is not None:
+        source_of(options)
     optimizer = optimizer_of(options)
     with progress.phase(f"loading {options.config or options.model}"):
         from ..compiler.estimate.estimate import estimate

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ir import Decision, Plan, UsageError, format_bytes, printable
+from ..ir import Decision, MemoryTimeline, Plan, UsageError, format_bytes, printable
+from ..ir.files import check_written
 from .options import Commands, add_model, budget_of, mark, source_of
 from .progress import Progress
 
@@ -39,6 +42,9 @@ def add(commands: Commands) -> None:
     asked.add_argument(
         "--gradient", metavar="PARAMETER", help="where the gradient of a parameter comes from, and when"
     )
+    asked.add_argument(
+        "--peak", action="store_true", help="the tensors that are there at the peak, and when it is"
+    )
     asked.add_argument("--floor", action="store_true", help="what no schedule can do without")
     explain.set_defaults(command=_explain)
 
@@ -46,22 +52,25 @@ def add(commands: Commands) -> None:
 def _explain(options: argparse.Namespace) -> int:
     if options.top is not None and options.top < 1:
         raise UsageError("IRC400", f"--top {options.top} is not positive", help="give 1 or more")
-    if options.json and (options.gradient is not None or options.floor):
-        asked = "--floor" if options.floor else "--gradient"
+    if options.json and (options.gradient is not None or options.floor or options.peak):
+        asked = "--floor" if options.floor else "--peak" if options.peak else "--gradient"
         raise UsageError(
             "IRC400",
             f"{asked} is a sentence for a person, and --json asks for data",
             help="leave one of them out; gradients are in timeline.json of a written folder",
         )
     plan, program = _planned(options, Progress(options))
+    found = [] if options.why is None else _found(plan, options.why)
     if options.json:
-        rows = plan.decisions if options.why is None else _found(plan, options.why)
-        data = {"format": "irc-decisions-1", "decisions": [asdict(row) for row in rows]}
+        rows = sorted(plan.decisions, key=lambda row: -row.nbytes) if options.why is None else found
+        data = {"format": "irc-decisions-1", "decisions": [asdict(row) for row in rows[: options.top]]}
         print(json.dumps(data, indent=1))
     elif options.why is not None:
-        print("\n".join(_why(plan, options.why)))
+        print("\n".join(_why(found[: options.top])))
     elif options.gradient is not None:
         print(_gradient(plan, options.gradient))
+    elif options.peak:
+        print("\n".join(_peak(plan.timeline().planned, options.top or _SHOWN)))
     elif options.floor:
         print(_floor(program))
     else:
@@ -71,7 +80,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _planned(options: argparse.Namespace, progress: Progress) -> tuple[Plan, Program]:
     """The plan of a folder, or of a model within a budget; and the program that it is of."""
-    if Path(options.model).is_dir():
+    if os.path.isdir(options.model):
+        check_written(Path(options.model), "plan.json")
         from ..compiler.report import read_memory
 
         plan, _, program = read_memory(Path(options.model))
@@ -102,14 +112,14 @@ def _found(plan: Plan, name: str) -> list[Decision]:
     return sorted(found, key=lambda decision: -decision.nbytes)
 
 
-def _why(plan: Plan, name: str) -> list[str]:
-    """The reasons for the storages that a name is in."""
+def _why(decisions: Sequence[Decision]) -> list[str]:
+    """The reasons for storages."""
     return [
         printable(
             f"{d.storage} ({format_bytes(d.nbytes)}, {d.operation}, {d.location}): {d.action}; {d.reason}",
             1000,
         )
-        for d in _found(plan, name)
+        for d in decisions
     ]
 
 
@@ -136,8 +146,36 @@ def _gradient(plan: Plan, parameter: str) -> str:
     )
 
 
+_SHOWN = 12
+"""The number of tensors at the peak that are listed by name."""
+
+
+def _peak(timeline: MemoryTimeline, top: int) -> list[str]:
+    """Lists what is on the device in the step that takes most."""
+    index = timeline.peak_step
+    step = timeline.steps[index]
+    place = f" ({', '.join(filter(None, (step.source, step.module and f'module {step.module}')))})"
+    there = sorted(timeline.at(index), key=lambda each: -each.nbytes)
+    lines = [
+        f"{format_bytes(timeline.peak_bytes)} in step {index} of {len(timeline.steps)}, {step.phase}, while "
+        f"{step.name} runs{place if place != ' ()' else ''}:",
+        *(f"{format_bytes(each.nbytes):>12}  {each.kind:<12} {each.name}" for each in there[:top]),
+    ]
+    others = there[top:]
+    if others:
+        lines.append(
+            f"{format_bytes(sum(each.nbytes for each in others)):>12}  in {len(others)} more tensors"
+        )
+    for nbytes, what in ((step.workspace_bytes, "workspace"), (step.other_bytes, "loss and other forwards")):
+        if nbytes:
+            lines.append(f"{format_bytes(nbytes):>12}  {what}")
+    return [printable(line, 1000) for line in lines]
+
+
 def _floor(program: Program) -> str:
     """Lists the bytes that are alive at the moment below which no schedule goes."""
+    from ..compiler.request import Request
+    from ..compiler.tiles import tiles_advice
     from ..passes import Floor, Planner
 
     problem = Planner(program).problem
@@ -146,4 +184,5 @@ def _floor(program: Program) -> str:
     place = "" if floor.node is None or floor.node.at is None else f" ({floor.node.at})"
     lines = [f"{format_bytes(problem.floor_bytes)} {printable(when + place, 1000)}, whatever is kept:"]
     lines += [f"{format_bytes(nbytes):>12}  {printable(name, 1000)}" for name, nbytes in floor.groups]
-    return "\n".join([*lines, *(f"to lower it: {text}" for text in floor.lower)])
+    advice = filter(None, (*floor.lower, tiles_advice(program.graph, Request.of("100%"))))
+    return "\n".join([*lines, *(f"to lower it: {text}" for text in advice)])

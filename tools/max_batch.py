@@ -63,6 +63,8 @@ def add(commands: Commands) -> None:
 def _max_batch(options: argparse.Namespace) -> int:
     progress = Progress(options)
     budget = budget_of(options.budget)
+    if options.model is not None:
+        source_of(options)
     optimizer = optimizer_of(options)
     with progress.phase(f"loading {options.config or options.model}"):
         from ..compiler.estimate.largest_batch import max_batch, search_largest

@@ -128,10 +128,10 @@ def inspect_program(program: Program, top: int) -> Inspection:
     return Inspection(
         roles={role.value: _sum(program, role) for role in InputRole if role is not InputRole.TANGENT},
         operations=(len(problem.forward), len(problem.backward)),
-        baseline_peak_bytes=timeline.peak_bytes,
+        baseline_peak_bytes=planner.baseline_bytes,
         minimum_budget_bytes=minimum,
         floor_bytes=floor,
-        step_seconds=problem.step_seconds,
+        step_seconds=planner.problem.step_seconds,
         has_kernels=has_kernels(graph),
         costs=program.costs.source,
         peak_operation="the loss" if node is None else printable(f"{node.name} ({node.op})"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir import Graph, IrcError, Schedule, UsageError, VerificationError, print_graph, printable
 from ..ir.files import write_whole
 from ..ir.text import parse_file, print_file, print_program
-from .options import Commands, add_verbosity
+from .options import Commands
 
 if TYPE_CHECKING:
     from ..passes import Pass, Program
@@ -54,7 +54,6 @@ def add(commands: Commands) -> None:
         help="where a pass fails, write the program before it here, with the command that fails",
     )
     opt.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result here, not to stdout")
-    add_verbosity(opt)
     opt.set_defaults(command=_opt)
 
 
@@ -116,7 +115,7 @@ def _opt(options: argparse.Namespace) -> int:
         text = print_file(_text(program))
     if options.output is not None:
         write_whole(options.output, text)
-    elif not options.quiet:
+    else:
         print(text, end="")
     return 0
 

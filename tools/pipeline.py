@@ -218,6 +218,7 @@ def run_written(options: argparse.Namespace) -> int:
             original=original,
             weights=options.weights,
             save_weights=options.save_weights,
+            is_trusted=options.trust,
         )
     if not rank:
         if options.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..ir.files import check_written
@@ -29,7 +30,7 @@ def add(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    is_pipeline = (options.folder / "pipeline.json").is_file()
+    is_pipeline = os.path.isfile(options.folder / "pipeline.json")
     if not is_pipeline:
         check_written(options.folder, "plan.json")
     from ..compiler.report import (

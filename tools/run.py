@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir import IrcError, UsageError, VerificationError, first_line
-from ..ir.files import check_written
+from ..ir.files import check_folder, check_written
 from .options import (
     EXITS,
     Commands,
@@ -43,7 +43,8 @@ def add(commands: Commands) -> None:
     run.add_argument(
         "--trust",
         action="store_true",
-        help="compare with the factory that the folder names, and so run code that a file asks for",
+        help="run code that the folder asks for: the factory that it names, with --check, and tiers of other "
+        "distributions",
     )
     run.add_argument(
         "--weights", type=Path, metavar="FILE", help="begin a pipeline with these weights, of whatever cut"
@@ -66,13 +67,19 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
     if options.every < 1:
         raise UsageError("IRC400", f"--every {options.every} is not positive", help="give 1 or more")
-    if (options.original is not None or options.trust) and not options.check:
-        raise UsageError("IRC400", "--original and --trust are for --check", help="add --check")
+    if options.original is not None and not options.check:
+        raise UsageError("IRC400", "--original is for --check", help="add --check")
     if options.trace is not None and options.trace.suffix != ".json":
         raise UsageError(
             "IRC400", f"--trace {options.trace} is of no known kind", help="give a file ending in .json"
         )
-    if (options.folder / "pipeline.json").is_file():
+    if options.original is not None:
+        from ..compiler.source import Source
+
+        Source(options.original).check()
+    if options.save_weights is not None:
+        check_folder(options.save_weights)
+    if os.path.isfile(options.folder / "pipeline.json"):
         if options.trace is not None:
             raise UsageError(
                 "IRC400",
@@ -90,15 +97,15 @@ def _run(options: argparse.Namespace) -> int:
     progress = Progress(options)
     with progress.phase(f"loading {options.folder}"):
         from ..compiler.artifact import read_folder
-        from ..compiler.run import check_folder
+        from ..compiler.run import check_folder as run_folder
 
-        written = read_folder(options.folder)
+        written = read_folder(options.folder, is_trusted=options.trust)
         if options.check:
             source = written.source.trusted(options.original, is_trusted=options.trust)
             written = replace(written, source=source)
     with progress.phase("training"):
         try:
-            report = check_folder(written, options.steps, with_original=options.check)
+            report = run_folder(written, options.steps, with_original=options.check)
         except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError) as error:
             if isinstance(error, IrcError) or os.environ.get("IRC_TRACEBACK"):
                 raise

@@ -469,9 +469,7 @@ class PlanCache:
         self, entry: CacheEntry, failure: GuardFailure, seconds: float, given_up: Sequence[CompiledPlan]
     ) -> None:
         plan = entry.compiled.plan
-        has_range = any(each.compiled.lengths is not None for each in self._entries)
-        is_known = has_range or bool(entry.compiled.free.places)
-        advice = f"; {failure.advice}" if failure.advice and not is_known else ""
+        advice = f"; {failure.advice}" if failure.advice and not entry.compiled.free.places else ""
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
             "planned again in %.1f s%s (plan %d of at most %d): %s%s",

@@ -106,7 +106,7 @@ class LargestBatch:
         """The result as JSON-ready data."""
         plan = self.plan
         return {
-            "format": "irc-max-batch-1",
+            "format": "irc-max-batch-2",
             "axis": self.axis,
             "size": self.size,
             "is_most_tried": self.is_most_tried,
@@ -115,14 +115,14 @@ class LargestBatch:
             "overhead": None if plan is None else plan.overhead,
             "lower_bound_overhead": None if plan is None else plan.lower_bound_overhead,
             "unit": self.unit,
-            "items_per_second": self.items_per_second,
+            "items_per_second": self.items_per_second or None,
             "costs": None if plan is None else plan.costs,
             "trials": [
                 {
                     "size": trial.size,
-                    "minimum_budget_bytes": trial.minimum_bytes,
+                    "at_least_bytes": trial.minimum_bytes or None,
                     "overhead": trial.overhead,
-                    "items_per_second": trial.items_per_second,
+                    "items_per_second": trial.items_per_second or None,
                 }
                 for trial in self.trials
             ],

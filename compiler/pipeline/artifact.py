@@ -147,12 +147,13 @@ def _write_stage(folder: Path, name: str, schedule: Schedule) -> None:
     (folder / f"{name}.py").write_text(emit_source(schedule))
 
 
-def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
+def read_pipeline(folder: Path, rank: int | None = None, *, is_trusted: bool = False) -> WrittenPipeline:
     """Reads what `write_pipeline` wrote, and checks it.
 
     Args:
         folder: Where.
         rank: Reads the weights of the stages of this device alone; None those of all.
+        is_trusted: As of `tier_from_json`.
 
     Raises:
         UsageError: IRC431 when a file is missing or damaged.
@@ -167,7 +168,8 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         ties = {str(name): str(its) for name, its in described["ties"].items()}
         optimizer = None if plan.optimizer is None else parse_optimizer(plan.optimizer)
         names = tuple(map(str, described["names"]))
-        tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
+        rows = described["tier_configs"]
+        tier_configs = tuple(tier_from_json(row, is_trusted=is_trusted) for row in rows)
         has_last = bool(described["last_differs"])
     order.verify()
     send_lag(order)

@@ -176,6 +176,7 @@ def run_pipeline(
     original: Source | None = None,
     weights: Path | None = None,
     save_weights: Path | None = None,
+    is_trusted: bool = False,
 ) -> PipelineReport:
     """Trains some steps on the written batch, by the planned optimizer or plain SGD, and measures memory.
 
@@ -187,6 +188,7 @@ def run_pipeline(
         original: The source of the original; None for the one that the folder names, whose code runs then.
         weights: A safetensors file with the model's names to begin with, instead of what was written.
         save_weights: A safetensors file for what was trained, by the model's names.
+        is_trusted: As of `read_pipeline`.
 
     Raises:
         UnsupportedError: IRC494 for a plan for accelerators.
@@ -195,7 +197,7 @@ def run_pipeline(
             IRC497 for weights of another model; IRC434 when weights cannot be written.
     """
     rank = dist.get_rank() if dist.is_initialized() else None
-    written = read_pipeline(folder, rank)
+    written = read_pipeline(folder, rank, is_trusted=is_trusted)
     if original is not None:
         written = replace(written, source=original)
     _refuse_accelerators(written)
@@ -380,7 +382,7 @@ class _Original:
     """The original on one device, micro-batch by micro-batch."""
 
     def __init__(self, written: WrittenPipeline, folder: Path, weights: Path | None) -> None:
-        whole = read_pipeline(folder)
+        whole = read_pipeline(folder, is_trusted=True)  # as it was read before
         loaded = load_for_micro_batches(written.source, written.stages.plan.micro_batches)
         self.module: nn.Module = loaded.module
         state = state_of(self.module)

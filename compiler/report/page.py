@@ -59,6 +59,7 @@ def _data(title: str, plan: Plan, memory: StepMemory, front: Front) -> dict[str,
         {
             "name": name,
             "note": _note(plan, timeline) if timeline is memory.original else "",
+            "seconds": plan.step_seconds if timeline is memory.original else timeline.step_seconds,
             "steps": [_step(step, texts) for step in timeline.steps],
             "residents": [
                 [texts.of(r.name), bands.of(timeline, r), r.nbytes, r.first, r.last, r.maker]

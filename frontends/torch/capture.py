@@ -431,7 +431,9 @@ def _captured(
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
-    loss_in_words = described_loss(flat.losses[0])
+    results = [output.value for output in graph.outputs if output.role is OutputRole.OUTPUT]
+    is_scalar = len(results) == 1 and results[0] is not None and not results[0].type.shape
+    loss_in_words = described_loss(flat.losses[0], is_scalar=is_scalar)
     return Captured(
         graph,
         signature,

@@ -96,8 +96,15 @@ def own_loss(result: Any) -> Tensor:
     return result.loss
 
 
-def described_loss(loss: Loss | None) -> str:
-    """Tells which loss is assumed."""
+def described_loss(loss: Loss | None, *, is_scalar: bool = False) -> str:
+    """Tells which loss is assumed.
+
+    Args:
+        loss: The loss; None if nobody has given one.
+        is_scalar: Whether a scalar is all that the model returns.
+    """
+    if loss is None and is_scalar:
+        return "the scalar that the model returns"
     if loss is None:
         return "not known: counted by the bytes of the outputs"
     return "the result's .loss alone" if loss is own_loss else "as given"

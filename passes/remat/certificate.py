@@ -136,6 +136,7 @@ def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes)
     for copy in times.copies:
         copied.setdefault(copy.storage, []).append(copy)
     decisions: dict[Storage, Decision] = {}
+    results = Counter(problem.producer.values())
     for storage, node in problem.producer.items():
         again = runs[node] - 1
         seconds = problem.costs.seconds[node] * again
@@ -146,14 +147,14 @@ def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes)
         elif storage in problem.read_positions or (again and storage in wanted):
             action, reason = _why_not_kept(problem, storage, again, seconds)
         else:
-            action, reason = "free", "backward reads neither it nor anything that is made from it again"
+            action, reason = "free", "backward does not need it"
         decisions[storage] = Decision(
             storage.name,
             f"{node.name} ({operation_of(node)})",
             storage.nbytes,
             action,
             again,
-            seconds,
+            seconds / results[node],
             f"{reason}; a hint: {node.annotation.by}"
             if node.annotation is not None and node.annotation.is_hint
             else reason,

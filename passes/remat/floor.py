@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...ir import Gradients, Graph, InputRole, Node, OutputRole, Storage, Trait, format_bytes, operation_of
+from ...ir import Gradients, Graph, InputRole, Node, OutputRole, Storage, format_bytes, operation_of
 from .problem import CheckpointProblem
 
 __all__ = ["Floor"]
@@ -16,9 +16,6 @@ _SHOWN = 8
 
 _NOTICED = 1000
 """Groups of less than this part of the floor are not worth advice."""
-
-_MUCH = 10
-"""Logits of more than this part of the floor are worth tiles."""
 
 _ROLES = {
     InputRole.PARAMETER: "parameters",
@@ -58,11 +55,11 @@ class Floor:
         groups = +groups
         lower: list[str] = []
         if groups.get("gradients") and problem.graph.gradients is Gradients.RETURNED:
-            lower.append("take the optimizer's steps in backward (optimizer_in_backward=)")
+            lower.append(
+                "take the optimizer's steps in backward (optimizer_in_backward=; its state then counts)"
+            )
         if groups["outputs that the caller holds"] * _NOTICED > problem.floor_bytes:
             lower.append("return less than all that forward computes")
-        if _has_whole_head(problem.graph, groups, problem.floor_bytes):
-            lower.append('run the loss head in tiles (exact="sums"), if the model returns the loss alone')
         return Floor(node, tuple(groups.most_common()), tuple(lower))
 
     def __str__(self) -> str:
@@ -71,13 +68,6 @@ class Floor:
         if others:
             texts.append(f"{format_bytes(sum(nbytes for _, nbytes in others))} in {len(others)} more groups")
         return ", ".join(texts)
-
-
-def _has_whole_head(graph: Graph, groups: Mapping[str, int], floor_bytes: int) -> bool:
-    """Whether logits are much of the floor, and their operations are not in tiles."""
-    logits_bytes = sum(nbytes for name, nbytes in groups.items() if "log_softmax" in name)
-    is_tiled = any(Trait.REORDERED in node.traits for node in graph.nodes)
-    return logits_bytes * _MUCH > floor_bytes and not is_tiled
 
 
 def _groups(problem: CheckpointProblem, node: Node | None) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .compiler.pareto.sweep import pareto
     from .compiler.pipeline.api import pipeline
     from .compiler.report import report
+    from .compiler.training import measured_peak_bytes
     from .frontends.onnx import from_onnx
     from .frontends.torch.annotations import keep, recompute, unmark
     from .ir import (
@@ -59,6 +60,7 @@ __all__ = [
     "from_onnx",
     "keep",
     "max_batch",
+    "measured_peak_bytes",
     "optimize",
     "pareto",
     "pipeline",
@@ -80,6 +82,7 @@ _MODULES = {
     "from_onnx": ".frontends.onnx",
     "keep": ".frontends.torch.annotations",
     "max_batch": ".compiler.estimate.largest_batch",
+    "measured_peak_bytes": ".compiler.training",
     "optimize": ".compiler.optimize",
     "pareto": ".compiler.pareto.sweep",
     "pipeline": ".compiler.pipeline.api",

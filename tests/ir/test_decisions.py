@@ -41,6 +41,24 @@ def test_layers_of_layers_are_grouped_at_each_level() -> None:
     assert set(names(*made)) == {"*.0", "*.1"}
 
 
+def test_layers_of_other_operations_are_not_alike() -> None:
+    made = [(f"{block}.{place}", op, 8) for block in range(4) for place, op in enumerate(("mm", "relu"))]
+    made += [("4.0", "tanh", 8), ("4.1", "mm", 8)]
+    assert names(*made)[:2] == ["0-3.0", "0-3.1"] and names(*made)[8:] == ["4.0", "4.1"]
+
+
+def test_names_that_are_no_numbers_of_a_list_stay() -> None:
+    made = [(name, "relu", 8) for name in ("a.01", "a.1", "a.٣", f"a.{'9' * 5000}", "a.x")]
+    assert names(*made) == [path for path, _, _ in made]
+
+
+def test_deep_and_many_modules_are_named_in_little_time() -> None:
+    deep = ".".join("a" * 3000)
+    assert names((f"0.{deep}", "relu", 8), (f"1.{deep}", "relu", 8)) == [f"*.{deep}"] * 2
+    many = [(f"h.{k}", "relu", k) for k in range(20_000)] + [(f"g.{k}.{k}", "mm", 8) for k in range(5_000)]
+    assert names(*many) == [path for path, _, _ in many]
+
+
 def test_a_module_alone_or_unknown_is_its_path() -> None:
     assert names(("0.act", "relu", 8), ("", "add", 8)) == ["0.act", ""]
     assert ModuleGroups([]).name("h.3.mlp") == "h.3.mlp"

@@ -132,12 +132,12 @@ def test_the_summary_tells_how_gradients_are_released(gradients: str, reserved: 
 
 def test_the_summary_tells_what_existing_gradients_take_and_what_to_do_where_that_is_too_much() -> None:
     fits = replace(PLAN, peak_with_gradients_bytes=PLAN.budget_bytes)
-    line = "  with gradients  4 GiB (4,294,967,296 bytes) where .grad is there already and is added to"
+    line = "  with gradients  4 GiB (4,294,967,296 bytes) of a step that finds .grad there and adds to it"
     assert fits.summary().splitlines()[5] == line
     over = replace(PLAN, peak_with_gradients_bytes=PLAN.budget_bytes + 1).summary().splitlines()[5]
     assert over.endswith(
-        "4,294,967,297 bytes) where .grad is there already and is added to; over the budget: "
-        "accumulate_gradients=True takes no second set"
+        "4,294,967,297 bytes) of a step that finds .grad there and adds to it; to accumulate "
+        "within the budget, plan with accumulate_gradients=True"
     )
     released = replace(fits, gradients="accumulated").summary()
     assert "with gradients" not in released and "with gradients" not in PLAN.summary()

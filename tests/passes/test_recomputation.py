@@ -238,8 +238,8 @@ schedule {
    baseline peak  1.09 KiB
           static  200 B (parameters, buffers, inputs)
        in flight  1 forward: its backward comes before the next forward
-  with gradients  1.09 KiB (1,120 bytes) where .grad is there already and is added to; over the budget: \
-accumulate_gradients=True takes no second set
+  with gradients  1.09 KiB (1,120 bytes) of a step that finds .grad there and adds to it; to accumulate within the \
+budget, plan with accumulate_gradients=True
         overhead  4.35% of the step's time, bound 4.35%: proved optimal
  smallest budget  1020 B (1,020 bytes)
         strategy  min-cut, costs analytic:test, planned in 0.0 s"""
@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_budget_that_would() -> N
         "(900 bytes); every schedule holds 400 B of op (m.py:2), 300 B of op, 100 B parameters, 100 B "
         "inputs, 100 B gradients, 10 B outputs that the caller holds, 10 B gradients of outputs\n"
         "  help: raise the budget to 1020 bytes, or lower the batch size; take the optimizer's steps in "
-        "backward (optimizer_in_backward=); return less than all that forward computes"
+        "backward (optimizer_in_backward=; its state then counts); return less than all that forward computes"
     )
     with pytest.raises(BudgetError, match="by strategy keep-all") as caught:
         PlanMemory(1100, "keep-all").run(chain())

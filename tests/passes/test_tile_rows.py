@@ -328,9 +328,11 @@ def test_heads_are_whole_unless_sums_may_differ() -> None:
     module, args = Language(), batch()
     plan = irc.optimize(module, args, "100%", costs="analytic").plan
     assert not plan.reordered
-    with pytest.raises(BudgetError) as refused:
-        irc.optimize(module, args, plan.static_bytes + 1, costs="analytic")
-    assert 'exact="sums"' in str(refused.value.help)
+    args = batch(rows=16, length=128)
+    for exact in (True, "sums"):
+        with pytest.raises(BudgetError) as refused:
+            irc.optimize(module, args, plan.static_bytes + 1, costs="analytic", exact=exact)
+        assert ('exact="sums"' in str(refused.value.help)) == (exact is True)
     with pytest.raises(UsageError, match=r"IRC406.*exact is 'all'"):
         irc.optimize(module, args, "100%", exact="all")
     with pytest.raises(UsageError, match=r"IRC413.*1 tiles divide nothing"):

@@ -30,7 +30,7 @@ from support.planned_pipelines import planned, written
 __all__ = ["END_SECONDS", "KilledRank", "kill_ranks"]
 
 END_SECONDS = 60.0
-"""Time within which all other ranks end."""
+"""Time within which all other ranks end: some seconds, or tens of them on a machine that has other work."""
 _START_SECONDS = 120.0
 
 

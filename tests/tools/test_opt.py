@@ -18,7 +18,17 @@ from support.language import Language, batch
 from irc import optimize
 from irc.frontends.onnx.lowerings import find
 from irc.frontends.torch import capture
-from irc.ir import Graph, Schedule, UsageError, load_plugin, parse_file, plugins, print_file, print_graph
+from irc.ir import (
+    Graph,
+    Schedule,
+    UsageError,
+    load_plugin,
+    parse_file,
+    parse_tiers,
+    plugins,
+    print_file,
+    print_graph,
+)
 from irc.passes import PassManager, Program, machine_named, parse_passes, pass_kinds
 
 ROOT = Path(__file__).parents[2]
@@ -293,8 +303,38 @@ def test_a_written_plan_finds_its_tier_of_another_distribution(
     options = ("--budget", "80%", "--strategy", "swap", "--swap", "fake-async:1GiB", "-o", folder)
     status, out, err = irc("optimize", f"{models}:mlp", *options)
     assert status == 0 and "to fake-async and" in out, out + err
-    status, out, err = irc("run", folder, "--check", "--trust")
-    assert status == 0, out + err
+    assert irc("run", folder, "--check", "--trust")[0] == 0
+    status, _, err = irc("run", folder)  # the folder may be another's, and the tier is code
+    assert status == 2 and "error[IRC436]" in err and "a tier of another distribution, fake-async" in err
+    written = (folder / "plan.json").read_text()
+    (folder / "plan.json").write_text(written.replace('"kind": "fake-async"', '"kind": "no-such-tier"'))
+    status, _, err = irc("run", folder, "--trust")
+    assert status == 2 and "error[IRC433]" in err and "there is no tier no-such-tier" in err
+
+
+def test_tiers_of_irc_keep_their_names(installed: Callable[..., None], tmp_path: Path) -> None:
+    named = {"irc.tiers": {"disk": "support.fake_tier:FakeTierConfig"}}
+    installed("irc-disk", {}, named)
+    module = torch.nn.Linear(2, 2)
+    assert optimize(module, torch.ones(2, 2), "100%", swap=f"disk:{tmp_path}").plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "capacity_bytes"),
+    [
+        ("fake-async:tcp://h:8080:1GiB", "tcp://h:8080", 1 << 30),
+        ("fake-async:tcp://h:8080", "tcp://h:8080", None),
+        ("fake-async:0:1GiB", "0", 1 << 30),
+        ("fake-async", "", None),
+    ],
+)
+def test_a_tier_of_another_distribution_is_told_what_stands_before_the_amount(
+    installed: Callable[..., None], text: str, argument: str, capacity_bytes: int | None
+) -> None:
+    installed("irc-fake", {}, {"irc.tiers": {"fake-async": "support.fake_tier:FakeTierConfig"}})
+    (found,) = parse_tiers(text)
+    assert (found.folder, found.capacity_bytes) == (argument, capacity_bytes)
+    assert parse_tiers(str(found)) == (found,)
 
 
 @pytest.mark.parametrize(

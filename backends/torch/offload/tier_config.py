@@ -14,7 +14,10 @@ __all__ = ["TierConfig"]
 
 @dataclass(frozen=True, slots=True)
 class TierConfig(ABC):
-    """The config of a tier, as plain data that copies and pickles of a module carry.
+    """The config of a tier, as plain data that copies, pickles and written folders of a module carry.
+
+    The fields of a tier of another distribution are values of JSON. A true `is_duplex`, if it has one, says
+    that a copy each way may run at once.
 
     Args:
         name: The name of the tier in schedules.
@@ -34,7 +37,7 @@ class TierConfig(ABC):
     checks: bool = field(default=False, kw_only=True)
 
     @classmethod
-    def asked(cls, argument: str, capacity_bytes: int | None) -> Self:
+    def from_request(cls, argument: str, capacity_bytes: int | None) -> Self:
         """Returns the config that `swap="KIND:ARGUMENT:CAPACITY"` asks for, if KIND is an entry point.
 
         Args:

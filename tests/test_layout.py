@@ -92,6 +92,7 @@ def test_public_names_exist() -> None:
         "from_onnx",
         "keep",
         "max_batch",
+        "measured_peak_bytes",
         "optimize",
         "pareto",
         "pipeline",

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..compiler.estimate.estimate import Estimate
+    from ..compiler.source import Source
 
-__all__ = ["add", "add_config", "step_of"]
+__all__ = ["add", "add_config", "origin_of", "step_of"]
 
 
 def add(commands: Commands) -> None:
@@ -82,8 +83,7 @@ def add_config(command: argparse.ArgumentParser) -> None:
 def _estimate(options: argparse.Namespace) -> int:
     progress = Progress(options)
     budget = None if options.budget is None else budget_of(options.budget)
-    if options.model is not None:
-        source_of(options)
+    origin_of(options)
     optimizer = optimizer_of(options)
     with progress.phase(f"loading {options.config or options.model}"):
         from ..compiler.estimate.estimate import estimate
@@ -106,6 +106,23 @@ def _estimate(options: argparse.Namespace) -> int:
     return 3 if options.ci and not found.fits else 0
 
 
+def origin_of(options: argparse.Namespace) -> Source | None:
+    """Returns the origin of MODEL; None for --config. Nothing is loaded.
+
+    Raises:
+        UsageError: IRC400 for both or neither of MODEL and --config, or options of the other; as `source_of`.
+    """
+    if (options.config is None) == (options.model is None):
+        raise UsageError("IRC400", "give either MODEL or --config FILE", help="see --help")
+    if options.config is not None:
+        return None
+    for_config = {"--dtype": options.dtype, "--sequence": options.sequence, "--train": options.train}
+    given = [flag for flag, value in for_config.items() if value is not None]
+    if given:
+        raise UsageError("IRC400", f"{given[0]} is for --config", help="a factory decides on its own")
+    return source_of(options)
+
+
 def step_of(
     options: argparse.Namespace,
     batch: int | None = None,
@@ -122,16 +139,10 @@ def step_of(
         has_data: Whether a model of --config has weights, which are drawn.
 
     Raises:
-        UsageError: IRC400 for both or neither of MODEL and --config, or options of the other; as of loading.
+        UsageError: As `origin_of` and of loading.
     """
-    if (options.config is None) == (options.model is None):
-        raise UsageError("IRC400", "give either MODEL or --config FILE", help="see --help")
-    for_config = {"--dtype": options.dtype, "--sequence": options.sequence, "--train": options.train}
-    if options.config is None:
-        given = [flag for flag, value in for_config.items() if value is not None]
-        if given:
-            raise UsageError("IRC400", f"{given[0]} is for --config", help="a factory decides on its own")
-        source = source_of(options)
+    source = origin_of(options)
+    if source is not None:
         from ..compiler.model_source import load
 
         loaded = load(source)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..ir import UsageError
-from .estimate import add_config, step_of
+from .estimate import add_config, origin_of, step_of
 from .options import (
     EXITS,
     Commands,
@@ -63,8 +63,7 @@ def add(commands: Commands) -> None:
 def _max_batch(options: argparse.Namespace) -> int:
     progress = Progress(options)
     budget = budget_of(options.budget)
-    if options.model is not None:
-        source_of(options)
+    origin_of(options)
     optimizer = optimizer_of(options)
     with progress.phase(f"loading {options.config or options.model}"):
         from ..compiler.estimate.largest_batch import max_batch, search_largest
@@ -127,7 +126,8 @@ def _growing(options: argparse.Namespace) -> Callable[..., Step] | None:
         if options.axis == "batch":
             return lambda size, has_data=False: step_of(options, batch=size, has_data=has_data)
         return lambda size, has_data=False: step_of(options, sequence=size, has_data=has_data)
-    if options.model is None or source_of(options).is_factory:
+    source = source_of(options)
+    if source.is_factory:
         return None
     if options.axis != "batch":
         raise UsageError(
@@ -138,7 +138,7 @@ def _growing(options: argparse.Namespace) -> Callable[..., Step] | None:
     from ..compiler.model_source import load
 
     def step(size: int, has_data: bool = True) -> Step:
-        loaded = load(replace(source_of(options), batch=size))
+        loaded = load(replace(source, batch=size))
         return loaded.module, loaded.args, {}
 
     return step

@@ -105,11 +105,11 @@ def page() -> str:
     sections = dict.fromkeys(heading for heading, _ in _SECTIONS.values())
     about = {heading: text for heading, text in _SECTIONS.values() if text}
     parts = [
-        "# What irc refuses",
-        "Every error and warning with a code, collected from the sources by "
-        "`python -m benchmarks.drop_in --refusals docs/reference/errors.md`. An ellipsis stands for what is "
-        "known only when the error is raised: names, numbers, the line of the model. `UnsupportedError` is "
-        "also what a training script meets where a fitted module does not do what the original does.",
+        "# Errors",
+        "Every error and warning has a code. Find yours here by its code: the table gives its class, its "
+        "message and what to do. An ellipsis stands for what is known only when the error is raised, such as "
+        "names, numbers and the line of your model. A fitted module raises `UnsupportedError` if it cannot "
+        "do what the original does.",
     ]
     for section in sections:
         of_section = [raised for raised in everything if raised.section == section]
@@ -213,9 +213,25 @@ def _pieces(expression: ast.expr) -> list[ast.expr]:
         return [piece for value in expression.values for piece in _pieces(value)]
     if isinstance(expression, ast.FormattedValue):
         return _pieces(expression.value)
-    if isinstance(expression, ast.BinOp) and any(map(_is_text, (expression.left, expression.right))):
+    if isinstance(expression, ast.BinOp) and _has_text(expression):
         return [*_pieces(expression.left), *_pieces(expression.right)]
+    if (
+        isinstance(expression, ast.Call)
+        and isinstance(expression.func, ast.Attribute)
+        and expression.func.attr == "join"
+        and len(expression.args) == 1
+        and isinstance(expression.args[0], ast.Tuple | ast.List)
+    ):
+        between, parts = expression.func.value, expression.args[0].elts
+        return [piece for part in parts for piece in (between, *_pieces(part))][1:]
     return [expression]
+
+
+def _has_text(expression: ast.expr) -> bool:
+    """Whether a sum has a text in it."""
+    if isinstance(expression, ast.BinOp):
+        return _has_text(expression.left) or _has_text(expression.right)
+    return _is_text(expression)
 
 
 def _is_text(expression: ast.expr) -> bool:

@@ -401,6 +401,7 @@ def _check_inputs(leaves: Sequence[Any], dimension: int, base: int, size: int, b
             "IRC204",
             f"inputs of {size} take {format_bytes(nbytes)}, over the budget of {format_bytes(budget_bytes)}",
             minimum_bytes=nbytes,
+            help="give a larger budget, or example arguments of a smaller size",
         )
 
 

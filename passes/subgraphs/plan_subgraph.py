@@ -84,8 +84,9 @@ def plan_subgraph(
     if share.budget_bytes < planner.problem.floor_bytes:
         raise BudgetError(
             "IRC204",
-            f"{share.budget_bytes} bytes are left, {planner.problem.floor_bytes} the least",
+            f"a graph needs {planner.problem.floor_bytes} bytes at least, and {share.budget_bytes} are left",
             minimum_bytes=budget_bytes - share.budget_bytes + planner.problem.floor_bytes,
+            help="raise the budget, or lower the batch size",
         )
     limits = Limits(share.budget_bytes, time_limit, gap)
     try:

@@ -63,7 +63,8 @@ def test_the_code_that_a_folder_names_runs_if_the_user_says_so(
     refused = capsys.readouterr().err
     assert "error[IRC436]" in refused and f"{models}:mlp" in refused and "--trust" in refused
     assert cli.main(["run", str(optimize), "--steps", "1"]) == 0 and not ran.exists()
-    assert cli.main(["run", str(optimize), "--trust"]) == 2 and not ran.exists()
+    assert cli.main(["run", str(optimize), "--steps", "1", "--trust"]) == 0 and not ran.exists()
+    assert cli.main(["run", str(optimize), "--original", f"{models}:mlp"]) == 2 and not ran.exists()
     assert cli.main(["run", str(optimize), "--check", "--original", f"{models}:mlp"]) == 0 and ran.exists()
     ran.unlink()
     plan = json.loads((optimize / "plan.json").read_text())

@@ -238,8 +238,8 @@ schedule {
    baseline peak  1.09 KiB
           static  200 B (parameters, buffers, inputs)
        in flight  1 forward: its backward comes before the next forward
-  with gradients  1.09 KiB (1,120 bytes) of a step that finds .grad there and adds to it; to accumulate within the \
-budget, plan with accumulate_gradients=True
+  with gradients  1.09 KiB (1,120 bytes) of a step that finds .grad there and adds to it; to accumulate \
+within the budget, plan with accumulate_gradients=True
         overhead  4.35% of the step's time, bound 4.35%: proved optimal
  smallest budget  1020 B (1,020 bytes)
         strategy  min-cut, costs analytic:test, planned in 0.0 s"""

@@ -84,9 +84,12 @@ def load_file(source: Source) -> nn.Module | None:
     Raises:
         UsageError: As `load`.
     """
+    source.check()
     if source.is_factory:
         return None
-    module = _from_onnx(source)
+    from ..frontends.onnx import from_onnx
+
+    module = from_onnx(source.model, source.batch, source.inputs, source.constants, source.roles)
     if source.seed is not None:
         _draw_parameters(module, source.seed)
     return module
@@ -101,13 +104,6 @@ def with_example(file: nn.Module) -> Loaded:
     from ..frontends.onnx import example_inputs
 
     return Loaded(file, example_inputs(file))
-
-
-def _from_onnx(source: Source) -> nn.Module:
-    from ..frontends.onnx import from_onnx
-
-    source.check()
-    return from_onnx(source.model, source.batch, source.inputs, source.constants, source.roles)
 
 
 def _from_factory(source: Source) -> Loaded:
@@ -194,8 +190,6 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError("IRC420", f"there is no file {path}", help=MODEL_HELP)
     name = f"irc_model_{path.stem}"  # a file called json.py must not become the module json
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

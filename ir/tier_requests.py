@@ -41,7 +41,8 @@ class TierRequest:
     def __str__(self) -> str:
         is_digit = self.name == "disk" and self.folder[:1].isdigit()
         folder = [f"./{self.folder}" if is_digit else self.folder] if self.folder else []
-        nbytes = [] if self.capacity_bytes is None else [f"{self.capacity_bytes}B"]
+        unit = "" if self.name in TIER_KINDS else "B"  # theirs may be told a number
+        nbytes = [] if self.capacity_bytes is None else [f"{self.capacity_bytes}{unit}"]
         return ":".join((self.name, *folder, *nbytes))
 
 

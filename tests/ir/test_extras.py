@@ -68,7 +68,7 @@ def test_the_api_refuses_before_it_does_anything(
     [
         ("onnx", "inspect x.onnx"),
         ("onnx", "optimize x.onnx --budget 60%"),
-        ("onnx", "export folder -o x.onnx"),
+        ("onnx", "export folder -o y.onnx"),
         ("matplotlib", "schedule --stages 2 --micro-batches 2 --picture x.svg"),
         ("matplotlib", "pareto x.py:model -o front"),
     ],
@@ -82,6 +82,10 @@ def test_commands_refuse_without_a_traceback(
 ) -> None:
     without(monkeypatch, module)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("folder/plan.json", "x.onnx", "x.py"):
+        (tmp_path / name).write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
     assert main(command.split()) == 2
     said = capsys.readouterr()
     extra = "plot" if module == "matplotlib" else "onnx"
@@ -89,7 +93,7 @@ def test_commands_refuse_without_a_traceback(
     assert said.err.endswith(
         f"not installed: {module}\n  help: install the extra: pip install 'irc-compiler[{extra}]'\n"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.default

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -155,7 +155,7 @@ def check_target(folder: Path) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise UsageError("IRC430", f"{folder} is a file", help="choose a folder")
-        if folder.is_dir() and not all(_is_ours(entry.name) for entry in folder.iterdir()):
+        if folder.is_dir() and not _is_ours([*folder.iterdir()]):
             raise UsageError(
                 "IRC430", f"{folder} is not empty", help="choose a new folder, or one that irc wrote"
             )
@@ -169,9 +169,24 @@ def check_target(folder: Path) -> None:
         ) from error
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a file of this name may be one that irc wrote: a plan's, or a pipeline's."""
-    return name in (*_FILES, TIMELINE, PIPELINE_FILE) or STAGE_FILE.fullmatch(name) is not None
+def _is_ours(entries: Sequence[Path]) -> bool:
+    """Whether a folder is empty, or holds what irc wrote, a plan or a pipeline, and nothing else."""
+    known = (*_FILES, TIMELINE, PIPELINE_FILE)
+    named = all(
+        (entry.name in known or STAGE_FILE.fullmatch(entry.name)) and entry.is_file() for entry in entries
+    )
+    return not entries or (named and any(map(_is_certificate, entries)))
+
+
+def _is_certificate(file: Path) -> bool:
+    """Whether a file is the description of a plan or a pipeline, by its format."""
+    if file.name not in ("plan.json", PIPELINE_FILE):
+        return False
+    try:
+        data: Any = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and str(data.get("format")).startswith("irc-")
 
 
 def staging_folder(parent: Path, name: str) -> Path:

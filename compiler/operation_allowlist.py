@@ -52,15 +52,17 @@ _CHOICES = frozenset(
 _REFUSED = re.compile(
     r"_test_.*|_?backward|set_.*|_?resize.*|requires_grad_|detach_|_make_dual.*|_fw_primal.*|_version|.*_unsafe"
     r"|_nested_view_from_.*|_?pin_memory|_fused_(adam|sgd|adagrad).*|_cslt_.*|_empty_affine_.*|as_strided_"
+    r"|_convert_indices_from_.*|segment_reduce"
 )
-"""The operations, by name, that change what a tensor is, and not its numbers, or that no capture holds."""
+"""The operations, by name, that change what a tensor is, and not its numbers, that no capture holds, or whose
+kernels read or write where their index tensors say without a look."""
 
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _OPERATION: Any = type(torch.ops.aten.relu.default)
 
 
 def check_operations(graph: Graph) -> None:
-    """Refuses what a program of a folder may not run, before anything of it does.
+    """Refuses what a program of a file may not run, before anything of it does.
 
     An operation that takes the name of a file, a storage or a generator, that prints, or that is of a library
     other than torch, is refused.
@@ -89,7 +91,7 @@ def check_operations(graph: Graph) -> None:
             found = getattr(found, part, None)
         if not isinstance(found, _OPERATION) or not _is_pure(found):
             raise VerificationError(
-                "IRC132", f"{printable(node.op)} is not an operation that a folder may hold", at=node.at
+                "IRC132", f"{printable(node.op)} is not an operation that a file may hold", at=node.at
             )
 
 

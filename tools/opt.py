@@ -97,6 +97,10 @@ def _opt(options: argparse.Namespace) -> int:
         )
     read = _read(options.file)
     program = Program(read) if isinstance(read, Graph) else Program(read.graph)
+    if steps:  # passes run operations to measure and compare them
+        from ..compiler.operation_allowlist import check_operations
+
+        check_operations(program.graph)
     watch = _Watch(options)
     started = time.perf_counter()
     try:

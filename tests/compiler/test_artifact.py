@@ -322,3 +322,21 @@ def test_a_plan_that_claims_too_little(written: Path, key: str) -> None:
 def test_a_moved_folder_still_works(written: Path, tmp_path: Path) -> None:
     shutil.move(written, tmp_path / "elsewhere")
     assert os.path.isabs(read_folder(tmp_path / "elsewhere").source.model.rpartition(":")[0])
+
+
+def test_a_folder_of_the_users_is_not_taken_for_one_of_irc(tmp_path: Path) -> None:
+    mine = tmp_path / "project"
+    (mine / "weights.safetensors").parent.mkdir()
+    for name in ("model.py", "weights.safetensors"):
+        (mine / name).write_text("mine")
+        with pytest.raises(UsageError, match=r"IRC430.*is not empty"):
+            check_target(mine)
+    (mine / "plan.json").write_text('{"format": "other"}')
+    with pytest.raises(UsageError, match=r"IRC430.*is not empty"):
+        check_target(mine)
+    (mine / "plan.json").write_text('{"format": "irc-plan-1"}')
+    check_target(mine)
+    (mine / "model.py").unlink()
+    (mine / "model.py").mkdir()
+    with pytest.raises(UsageError, match=r"IRC430.*is not empty"):
+        check_target(mine)

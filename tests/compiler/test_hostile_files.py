@@ -223,6 +223,5 @@ def test_operations_that_change_what_a_tensor_is_are_refused(
     path.write_text(text)
     assert cli.main(["run", str(folder), "--steps", "1"]) == 1
     assert (
-        f"error[IRC132]: aten.{operation} is not an operation that a folder may hold"
-        in capsys.readouterr().err
+        f"error[IRC132]: aten.{operation} is not an operation that a file may hold" in capsys.readouterr().err
     )

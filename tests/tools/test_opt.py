@@ -129,6 +129,33 @@ def test_a_file_that_says_otherwise_fails(tmp_path: Path) -> None:
     assert done.returncode == 1 and "FAIL" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        'aten.from_file.default("kept.txt", true, 1024)',
+        'load_library("weights.bin")',
+        'import_module("this")',
+        "aten.manual_seed.default(0)",
+        "aten.nope.default(%x)",
+    ],
+)
+@pytest.mark.parametrize("passes", ["cost", "tile-rows{tiles=2}"])
+def test_passes_run_no_operation_that_a_file_may_not_hold(
+    operation: str, passes: str, irc: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine")
+    file = tmp_path / "hostile.irc"
+    file.write_text(
+        "irc 1\ngraph loss_bytes=0 {\n  storage @s0 4096 cpu\n  storage @s1 4096 cpu\n"
+        '  input %x: float32[1024]{1} @s0 input "0"\nforward:\n'
+        f'  a = {operation} -> %a: float32[1024]{{1}} @s1\n  output %a "0"\n}}\n'
+    )
+    status, out, err = irc("opt", file, "--passes", passes)
+    assert status == 1 and out == "" and "error[IRC132]" in err and kept.read_text() == "mine"
+
+
 # ---------------------------------------------------------------------- entry points
 
 

@@ -17,6 +17,7 @@ TOKEN = re.compile(
     rf"|{_STRING}"
     r"|-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-inf\b"
     rf"|{WORD.pattern}"
+    r'|"[^\n]*'  # a string without an end takes the rest of its line, once
     r"|->|#.*|\S",
     re.ASCII,
 )

@@ -392,3 +392,10 @@ def test_a_text_of_ten_thousand_nodes_is_read_in_linear_time() -> None:
     ]
     graph = parse_graph("\n".join([*lines, 'output %v10000 "0"', "}"]))
     assert len(graph.nodes) == 10_000
+
+
+def test_a_string_without_an_end_is_refused_in_time() -> None:
+    """Each of its quotes was tried as a beginning before: this text took half a minute."""
+    text = 'graph loss_bytes=0 {\n  annotation keep "' + '\\"' * 60_000 + "\n}\n"
+    with pytest.raises(UsageError, match="IRC101"):
+        parse_graph(text)

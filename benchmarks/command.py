@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from irc import __version__
 from irc.ir import IrcError, UsageError
-from irc.ir.files import check_folder, write_whole
+from irc.ir.files import check_parent, write_whole
 
 from .harness import threads
 from .journal import Journal
@@ -110,7 +110,7 @@ def run_command(
     try:
         for path in (getattr(options, name, None) for name in _FILES):
             if path is not None:
-                check_folder(path)
+                check_parent(path)
         if not hasattr(options, "threads"):
             return run(options)
         with threads(options.threads):

@@ -56,12 +56,12 @@ from ..ir import (
     verify_graph,
     verify_schedule,
 )
-from ..ir.files import check_written, read_json
+from ..ir.files import read_json, require_files
 from .operation_allowlist import check_operations
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
+from .plugin_tiers import tier_kind
 from .source import Source
-from .tiers import tier_kind
 
 __all__ = [
     "CONSTANT",
@@ -183,8 +183,8 @@ def _is_certificate(file: Path) -> bool:
     if file.name not in ("plan.json", PIPELINE_FILE):
         return False
     try:
-        data: Any = json.loads(file.read_text())
-    except (ValueError, RecursionError):
+        data = read_json(file.read_bytes())
+    except ValueError:
         return False
     return isinstance(data, dict) and str(data.get("format")).startswith("irc-")
 
@@ -347,7 +347,7 @@ def read_planned(folder: Path, *more: str) -> Planned:
         UsageError: IRC431 when a file is missing or damaged.
         VerificationError: When graph or schedule are not valid, or take other memory than the plan claims.
     """
-    check_written(folder, *_FILES[:2], *more)
+    require_files(folder, *_FILES[:2], *more)
     with undamaged(folder / "plan.json"):
         described: dict[str, Any] = read_json((folder / "plan.json").read_text())
         plan = Plan.from_json(described)

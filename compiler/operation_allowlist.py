@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-
 from ..backends.torch import check_names
 from ..ir import (
     FUSED,
@@ -21,9 +19,10 @@ from ..ir import (
     VerificationError,
     printable,
     steps_of,
+    values_in,
 )
 from ..torch_support.fusible import is_fusible
-from ..torch_support.operations import OWN_FUNCTIONS
+from ..torch_support.operations import OWN_FUNCTIONS, overload_of
 
 __all__ = ["check_operations"]
 
@@ -58,7 +57,6 @@ _REFUSED = re.compile(
 kernels read or write where their index tensors say without a look."""
 
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
-_OPERATION: Any = type(torch.ops.aten.relu.default)
 
 
 def check_operations(graph: Graph) -> None:
@@ -86,10 +84,13 @@ def check_operations(graph: Graph) -> None:
         check_names(node)
         if node.op in OWN_FUNCTIONS and node.op.startswith("irc."):
             continue  # their arguments are tensors, numbers and the names of devices
-        found: Any = torch.ops
-        for part in node.op.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, _OPERATION) or not _is_pure(found):
+        if node.is_view and len([*values_in((node.arguments, *(given for _, given in node.keywords)))]) > 1:
+            # it is derived again at each use: a chain of such views would be written out exponentially
+            raise VerificationError(
+                "IRC132", f"{printable(node.op)} is a view of several tensors", at=node.at
+            )
+        found = overload_of(node.op)
+        if found is None or not _is_pure(found):
             raise VerificationError(
                 "IRC132", f"{printable(node.op)} is not an operation that a file may hold", at=node.at
             )

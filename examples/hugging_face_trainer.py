@@ -169,7 +169,8 @@ def train(name: str, accumulation: int, budget: int | str | None = None, **optio
             trainer = trainer_of(fitted, data, folder, accumulation)
             measured = partial(
                 irc.measured_peak_bytes,
-                *(fitted, ()),
+                fitted,
+                (),
                 keywords=batch,
                 loss=lambda result: result.loss,
             )

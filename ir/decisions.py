@@ -119,10 +119,10 @@ class ModuleGroups:
 
 
 _MOST_DEPTH = 32
-"""What lies deeper in one another is taken for one module."""
+"""Levels of modules: what is deeper in one another is taken for one module."""
 
 _MOST_KINDS = 100
-"""So many kinds of layers in one list are compared with each other; others are equal only to the same."""
+"""Kinds of layers in one list that are compared with each other; others are equal only to the same."""
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 from .errors import UsageError
 from .printable import printable
 
-__all__ = ["check_export_target", "check_folder", "check_written", "read_json", "write_whole"]
+__all__ = ["check_parent", "read_json", "require_files", "write_whole"]
 
 
-def check_folder(path: Path) -> None:
+def check_parent(path: Path) -> None:
     """Refuses a file that cannot be written later, because its folder is missing.
 
     Raises:
@@ -25,7 +25,7 @@ def check_folder(path: Path) -> None:
         raise UsageError("IRC435", f"there is no folder {path.parent}", help="make it, or name another file")
 
 
-def check_written(folder: Path, *names: str) -> None:
+def require_files(folder: Path, *names: str) -> None:
     """Refuses a folder without these files, which `irc optimize -o` writes.
 
     Raises:
@@ -36,29 +36,6 @@ def check_written(folder: Path, *names: str) -> None:
         what = "is not a folder" if not os.path.isdir(folder) else f"has no {missing}"
         raise UsageError(
             "IRC431", f"{folder} {what}", help="give a folder written by irc optimize MODEL -o DIR"
-        )
-
-
-def check_export_target(target: str | os.PathLike[str], source: str | os.PathLike[str] = "") -> None:
-    """Refuses an ONNX file that cannot be written, before any work is done.
-
-    Args:
-        target: The new file.
-        source: The original, which must be another file.
-
-    Raises:
-        UsageError: IRC320.
-    """
-    goal = Path(target)
-    if goal.is_dir() or goal.suffix != ".onnx":
-        raise UsageError("IRC320", f"{goal} is not the name of an ONNX file", help="write -o tuned.onnx")
-    if not goal.absolute().parent.is_dir():
-        raise UsageError("IRC320", f"there is no folder {goal.parent}", help="make it, or choose another")
-    if source and goal.exists() and Path(source).exists() and goal.samefile(source):
-        raise UsageError(
-            "IRC320",
-            f"{goal} is the original itself",
-            help="choose another file: its weights are read from it",
         )
 
 

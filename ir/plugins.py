@@ -61,7 +61,7 @@ def load_plugin(group: str, name: str, kind: type[Any] = object) -> Any:
         return None
     try:
         found = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             "IRC597",
             f"{name!r} of {_owner(entry)} ({printable(entry.value)}) cannot be imported: "

@@ -86,8 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             known.print_help()
             return 0
         options = known.parse_args(argv)
-        if apply_config(known.commands, Path.cwd(), options):
+        defaults = apply_config(known.commands, Path.cwd(), options)
+        if defaults is not None:
             options = known.parse_args(argv)
+            if not getattr(options, "quiet", False):
+                print(f"defaults: {printable(str(defaults), 1000)}", file=sys.stderr)
         return options.command(options)
     except IrcError as error:
         _report(error)

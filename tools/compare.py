@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..ir import format_bytes
+from ..ir import format_bytes, printable
 from .options import EXITS, Commands, add_gap, add_model, budget_of, mark, model_name, source_of
 from .progress import Progress
 
@@ -88,5 +88,6 @@ def _compare(options: argparse.Namespace) -> int:
     if options.output is not None:
         comparison.save(options.output)
         if not options.json and not options.quiet:
-            print(f"written: {', '.join(str(options.output / name) for name in FILES)}")
+            names = ", ".join(str(options.output / name) for name in FILES)
+            print(f"written: {printable(names, 2000)}")
     return 0

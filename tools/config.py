@@ -28,7 +28,7 @@ KEYS = (
 
 def apply_config(
     parsers: Mapping[str, argparse.ArgumentParser], folder: Path, given: argparse.Namespace
-) -> bool:
+) -> Path | None:
     """Gives options of commands the defaults of `[tool.irc]`, and of `[tool.irc.COMMAND]`.
 
     The nearest pyproject.toml counts, of the folder or one above it. A pipeline of passes says all in its own
@@ -40,7 +40,7 @@ def apply_config(
         given: What the command line says.
 
     Returns:
-        Whether there are any: the command line is to be read again then.
+        The file with the defaults: the command line is to be read again then. None if there are none.
 
     Raises:
         UsageError: IRC596 for a file that cannot be read, another option or a value that the option does not
@@ -48,7 +48,7 @@ def apply_config(
     """
     file = next((f for each in (folder, *folder.parents) if (f := each / "pyproject.toml").is_file()), None)
     if file is None:
-        return False
+        return None
     table = _table(file)
     own = {name: values for name, values in table.items() if isinstance(values, dict)}
     unknown = [name for name in own if name not in parsers]
@@ -74,7 +74,7 @@ def apply_config(
         }
         if missing:
             raise _refused(file, f"irc {command} has no option --{min(missing)}", f"see irc {command} --help")
-    return bool(table)
+    return file if table else None
 
 
 def _excluded(given: argparse.Namespace) -> Iterator[str]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..ir import EXTRAS, format_bytes
+from ..ir import EXTRAS, format_bytes, printable
 from .options import Commands, add_verbosity
 
 __all__ = ["add"]
@@ -41,7 +41,7 @@ def _doctor(options: argparse.Namespace) -> int:
         print(json.dumps({"format": "irc-doctor-1", "rows": rows_json}, indent=1))
     elif not options.quiet:
         for what, found, missing in rows:
-            print(f"{what:>12}  {found}{' - ' * bool(missing and found)}{missing}")
+            print(printable(f"{what:>12}  {found}{' - ' * bool(missing and found)}{missing}", 1000))
     return 1 if any(what in _CORE and missing for what, _, missing in rows) else 0
 
 

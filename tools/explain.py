@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir import Decision, MemoryTimeline, Plan, UsageError, format_bytes, printable
-from ..ir.files import check_written
+from ..ir.files import require_files
 from .options import Commands, add_model, budget_of, mark, source_of
 from .progress import Progress
 
@@ -31,7 +31,6 @@ def add(commands: Commands) -> None:
     explain.add_argument(
         "--by",
         choices=("module", "storage", "line"),
-        default="module",
         help="sum up by module (equal layers together) or by line of your code, or list storages (module)",
     )
     explain.add_argument("--top", type=int, metavar="N", help="the most rows")
@@ -52,6 +51,8 @@ def add(commands: Commands) -> None:
 def _explain(options: argparse.Namespace) -> int:
     if options.top is not None and options.top < 1:
         raise UsageError("IRC400", f"--top {options.top} is not positive", help="give 1 or more")
+    if options.by is not None and (options.json or options.why is not None):
+        raise UsageError("IRC400", "--by sums up, and --json and --why list storages", help="leave it out")
     if options.json and (options.gradient is not None or options.floor or options.peak):
         asked = "--floor" if options.floor else "--peak" if options.peak else "--gradient"
         raise UsageError(
@@ -74,14 +75,14 @@ def _explain(options: argparse.Namespace) -> int:
     elif options.floor:
         print(_floor(program))
     else:
-        print(plan.explain(options.by, options.top))
+        print(plan.explain(options.by or "module", options.top))
     return 0
 
 
 def _planned(options: argparse.Namespace, progress: Progress) -> tuple[Plan, Program]:
     """The plan of a folder, or of a model within a budget; and the program that it is of."""
     if os.path.isdir(options.model):
-        check_written(Path(options.model), "plan.json")
+        require_files(Path(options.model), "plan.json")
         from ..compiler.report import read_memory
 
         plan, _, program = read_memory(Path(options.model))

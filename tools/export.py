@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from ..ir.files import check_export_target, check_written
+from ..frontends.onnx.export_target import check_export_target
+from ..ir.files import require_files
 from .options import (
     EXITS,
     Commands,
@@ -35,7 +36,7 @@ def add(commands: Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    check_written(options.folder, "plan.json")
+    require_files(options.folder, "plan.json")
     check_export_target(options.output)
     progress = Progress(options)
     with progress.phase(f"loading {options.folder}"):

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..ir import printable
 from .options import (
     EXITS,
     Commands,
@@ -46,11 +47,11 @@ def add(commands: Commands) -> None:
 def _machine(options: argparse.Namespace) -> int:
     progress = Progress(options)
     with progress.phase("loading"):
-        from ..ir.files import check_folder
+        from ..ir.files import check_parent
         from ..passes.costs.this_machine import measure_machine, store
 
     if options.output is not None:
-        check_folder(options.output)
+        check_parent(options.output)
     with progress.phase("measuring this machine"):
         measured = measure_machine(options.device, options.scratch, name=options.name, quick=options.quick)
     path = store(measured, options.output)
@@ -58,5 +59,5 @@ def _machine(options: argparse.Namespace) -> int:
         print(json.dumps(measured.to_json(), indent=1))
     elif not options.quiet:
         print(measured.table())
-        print(f"{'written':>10}  {path}")
+        print(f"{'written':>10}  {printable(str(path), 1000)}")
     return 0

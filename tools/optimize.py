@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ir import UsageError
+from ..ir import UsageError, printable
 from .options import (
     EXITS,
     Commands,
@@ -140,9 +140,9 @@ def _optimize(options: argparse.Namespace) -> int:
         if options.output is not None:
             trust = " --trust" if source.is_factory else ""
             command = f"irc run {options.output} --check{trust}"
-            print(f"{'written':>16}  {options.output} (train it with: {command})")
+            print(printable(f"{'written':>16}  {options.output} (train it with: {command})", 2000))
         for path in options.report:
-            print(f"{'written':>16}  {path}")
+            print(f"{'written':>16}  {printable(str(path), 1000)}")
     return 0
 
 

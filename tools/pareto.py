@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..ir import UsageError
+from ..ir import UsageError, printable
 from .options import (
     EXITS,
     Commands,
@@ -104,5 +104,6 @@ def _pareto(options: argparse.Namespace) -> int:
     elif not options.quiet:
         print(front.table())
         if options.output is not None:
-            print(f"written: {', '.join(str(options.output / name) for name in FILES)}")
+            names = ", ".join(str(options.output / name) for name in FILES)
+            print(f"written: {printable(names, 2000)}")
     return 0

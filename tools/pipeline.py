@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..ir import UsageError
+from ..ir import UsageError, printable
 from .options import exact_of, mark, model_name, optimizer_of, source_of
 from .progress import Progress
 
@@ -180,10 +180,9 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
         print(pipeline.plan.summary())
         if options.output is not None:
             trust = " --trust" if source.is_factory else ""
-            print(
-                f"{'written':>16}  {options.output} (train it with: torchrun "
-                f"--nproc_per_node={pipeline.plan.devices} -m irc run {options.output} --check{trust})"
-            )
+            command = f"irc run {options.output} --check{trust}"
+            ranks = f"torchrun --nproc_per_node={pipeline.plan.devices} -m"
+            print(printable(f"{'written':>16}  {options.output} (train it with: {ranks} {command})", 2000))
     return 0
 
 

@@ -9,6 +9,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..ir import printable
+
 if TYPE_CHECKING:
     from rich.status import Status
 
@@ -28,7 +30,8 @@ class Progress:
 
     @contextmanager
     def phase(self, what: str) -> Generator[None]:
-        """Shows `what` while it goes on."""
+        """Shows `what` while it goes on; it may hold a name of a folder."""
+        what = printable(what, 1000)
         started = time.perf_counter()
         if self.shown:
             from rich.console import Console

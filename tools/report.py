@@ -6,7 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from ..ir.files import check_written
+from ..ir import printable
+from ..ir.files import require_files
 from .options import Commands, add_verbosity, model_name
 from .progress import Progress
 
@@ -32,7 +33,7 @@ def add(commands: Commands) -> None:
 def _report(options: argparse.Namespace) -> int:
     is_pipeline = os.path.isfile(options.folder / "pipeline.json")
     if not is_pipeline:
-        check_written(options.folder, "plan.json")
+        require_files(options.folder, "plan.json")
     from ..compiler.report import (
         check_report,
         front_of,
@@ -53,7 +54,7 @@ def _report(options: argparse.Namespace) -> int:
         for path in paths:
             write_pipeline_report(path, model_name(source.model), pipeline)
             if not options.quiet:
-                print(f"{'written':>16}  {path}")
+                print(f"{'written':>16}  {printable(str(path), 1000)}")
         return 0
     with progress.phase(f"reading {options.folder}"):
         plan, source, program = read_memory(options.folder)
@@ -64,5 +65,5 @@ def _report(options: argparse.Namespace) -> int:
     for path in paths:
         write_report(path, model_name(source.model), plan, plan.timeline(), front)
         if not options.quiet:
-            print(f"{'written':>16}  {path}")
+            print(f"{'written':>16}  {printable(str(path), 1000)}")
     return 0

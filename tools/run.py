@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ir import IrcError, UsageError, VerificationError, first_line
-from ..ir.files import check_folder, check_written
+from ..ir import IrcError, UsageError, VerificationError, first_line, printable
+from ..ir.files import check_parent, require_files
 from .options import (
     EXITS,
     Commands,
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
 
         Source(options.original).check()
     if options.save_weights is not None:
-        check_folder(options.save_weights)
+        check_parent(options.save_weights)
     if os.path.isfile(options.folder / "pipeline.json"):
         if options.trace is not None:
             raise UsageError(
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
                 help="irc schedule --trace FILE writes the simulated step of a pipeline's schedule",
             )
         return run_written(options)
-    check_written(options.folder, "plan.json")
+    require_files(options.folder, "plan.json")
     if options.weights is not None:
         raise UsageError(
             "IRC400",
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
     progress = Progress(options)
     with progress.phase(f"loading {options.folder}"):
         from ..compiler.artifact import read_folder
-        from ..compiler.run import check_folder as run_folder
+        from ..compiler.run import check_folder
 
         written = read_folder(options.folder, is_trusted=options.trust)
         if options.check:
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
             written = replace(written, source=source)
     with progress.phase("training"):
         try:
-            report = run_folder(written, options.steps, with_original=options.check)
+            report = check_folder(written, options.steps, with_original=options.check)
         except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError) as error:
             if isinstance(error, IrcError) or os.environ.get("IRC_TRACEBACK"):
                 raise
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.save_weights is not None and not report.failures:
         report.save_weights(options.save_weights)
         if not options.quiet and not options.json:
-            print(f"written: {options.save_weights}")
+            print(f"written: {printable(str(options.save_weights), 1000)}")
     if options.trace is not None:
         _write_trace(options, written)
     return 1 if report.failures else 0
@@ -143,4 +143,4 @@ def _write_trace(options: argparse.Namespace, written: Written) -> None:
     trace = measured_trace(lambda: train(module, written.examples, 1), plan.timeline().planned)
     write_whole(options.trace, json.dumps(trace), UNWRITABLE)
     if not options.quiet and not options.json:
-        print(f"written: {options.trace} (open it in ui.perfetto.dev)")
+        print(f"written: {printable(str(options.trace), 1000)} (open it in ui.perfetto.dev)")

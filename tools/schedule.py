@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..ir import UsageError, parse_budget
+from ..ir import UsageError, parse_budget, printable
 from .options import (
     EXITS,
     Commands,
@@ -57,12 +57,12 @@ def add(commands: Commands) -> None:
 
 def _schedule(options: argparse.Namespace) -> int:
     from ..compiler.pictures import check_picture
-    from ..ir.files import check_folder, write_whole
+    from ..ir.files import check_parent, write_whole
     from .schedule_report import EqualStages, SimulatedStep, comparison, simulate_all, simulate_known
 
     for path in (options.trace, options.picture):
         if path is not None:
-            check_folder(path)
+            check_parent(path)
     if options.picture is not None:
         check_picture(options.picture, "--picture")
     every = options.schedule == "all"
@@ -99,7 +99,7 @@ def _schedule(options: argparse.Namespace) -> int:
         console.print(comparison(rows, stages) if every else steps[0].table())
         written = [str(path) for path in (options.trace, options.picture) if path is not None]
         if written:
-            print(f"written: {', '.join(written)}")
+            print(f"written: {printable(', '.join(written), 2000)}")
     return 0
 
 

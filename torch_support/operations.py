@@ -7,8 +7,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
-from ..ir import GENERATOR_STATE
+from ..ir import GENERATOR_STATE, VerificationError, printable
 from .class_checks import CHECK_CLASSES, check_classes
 from .draws import (
     DROPOUT_BACKWARD,
@@ -21,7 +22,7 @@ from .draws import (
 )
 from .recurrent_kernels import LSTM_KERNEL, run_lstm_kernel
 
-__all__ = ["OWN_FUNCTIONS", "function_name", "function_of"]
+__all__ = ["OWN_FUNCTIONS", "function_name", "function_of", "overload_of"]
 
 OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     LSTM_KERNEL: run_lstm_kernel,
@@ -71,8 +72,22 @@ def function_name(op: str) -> str:
     return _FUNCTIONS.get(op, f"torch.ops.{op}") if own is None else own.__name__
 
 
+def overload_of(op: str) -> Any:
+    """Returns the operation of torch that a text names; None if it names anything else in `torch.ops`."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, OpOverload) else None
+
+
 def function_of(op: str) -> Callable[..., Any]:
-    """Returns the function that runs an operation, without gradients."""
+    """Returns the function that runs an operation, without gradients.
+
+    Raises:
+        VerificationError: IRC132 if the text, which may come from a file, names anything else in torch.
+    """
     if op in OWN_FUNCTIONS:
         return OWN_FUNCTIONS[op]
+    if overload_of(op) is None:
+        raise VerificationError("IRC132", f"{printable(op)} is not an operation of torch")
     return attrgetter(function_name(op).removeprefix("torch."))(torch)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ...frontends.onnx.export_target import check_export_target
 from ...ir import UsageError, first_line, printable, require
-from ...ir.files import check_export_target
 from ..artifact import read_folder
 from ..model_source import load
 

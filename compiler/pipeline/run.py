@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...backends.distributed import reaching
 from ...ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
-from ...ir.files import check_folder
+from ...ir.files import check_parent
 from ...passes.costs.allocations import peak_bytes
 from ...torch_support.pytree import flatten
 from ..model_source import load_for_micro_batches, training_loss
@@ -202,7 +202,7 @@ def run_pipeline(
         written = replace(written, source=original)
     _refuse_accelerators(written)
     if save_weights is not None:
-        check_folder(save_weights)
+        check_parent(save_weights)
     trainer = PipelineTrainer(written.stages, written.state, rebuild=_flat, saved=written.own_names)
     if weights is not None:
         trainer.load_state_dict(read_weights(weights, trainer.state_dict()))

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from ...ir.errors import UsageError
-from ...ir.files import check_export_target
+from .export_target import check_export_target
 from .graphs import subgraphs
 from .reader import read
 from .tensors import onnx_tensor, torch_dtype

@@ -35,6 +35,7 @@ from ...ir import (
     allocation_bytes,
     overwritten,
 )
+from ...ir.files import read_json
 from ...torch_support.arguments import to_torch
 from ...torch_support.kernels import kernel
 from ...torch_support.operations import function_of
@@ -216,10 +217,11 @@ class ProfileStore:
         if path is None or not path.is_file():
             return {}
         try:
-            rows = json.loads(path.read_text())["operations"]
+            rows = read_json(path.read_bytes())["operations"]
             return {
                 key: Measured(None if seconds is None else float(seconds), int(workspace), *map(int, runs))
                 for key, (seconds, workspace, *runs) in rows.items()
+                if seconds is None or 0 <= seconds < _MOST_SECONDS
             }
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return {}
@@ -406,6 +408,9 @@ def made_up(type: TensorType) -> Tensor:
 _DRAWN = 1 << 16
 """The elements of a made-up tensor that are drawn; the others repeat them, which takes less time."""
 
+
+_MOST_SECONDS = 1e6
+"""The longest time that a file of measurements may name: no operation takes days."""
 
 _LONG_SECONDS = 0.02
 """A run of this time for each of the repeats is enough: operations that take longer run less often."""

@@ -15,7 +15,9 @@ from onnx import TensorProto, helper
 from support.hostile_texts import KINDS, fields_of, hostile, model, outcome, rewritten, text_fields, texts_of
 from support.model_files import planned_folder
 
+from irc.ir import VerificationError
 from irc.tools import cli
+from irc.torch_support.operations import function_of
 
 
 @pytest.fixture
@@ -225,3 +227,38 @@ def test_operations_that_change_what_a_tensor_is_are_refused(
     assert (
         f"error[IRC132]: aten.{operation} is not an operation that a file may hold" in capsys.readouterr().err
     )
+
+
+def test_views_of_several_tensors_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chain of them would be written out twice as long with each: 24 lines took minutes and 7 GB."""
+    path = folder / "program.irc"
+    text = path.read_text()
+    found = re.search(r"^  input %(\w+): (\S+ @\w+) input", text, re.MULTILINE)
+    assert found is not None
+    name, kind = found.groups()
+    lines = [
+        f"  twice_{k} = aten.expand_as.default(%{before}, %{before}) -> %twice{k}: {kind} traits(view)"
+        for k, before in enumerate([name, *(f"twice{k}" for k in range(23))])
+    ]
+    path.write_text(text.replace("forward:\n", "forward:\n" + "\n".join(lines) + "\n", 1))
+    assert cli.main(["run", str(folder), "--steps", "1"]) == 1
+    assert "aten.expand_as.default is a view of several tensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "op", ["load_library", "import_module", "_dir.append", "aten.nope.default", "aten.relu"]
+)
+def test_a_text_names_an_operation_of_torch_or_nothing(op: str) -> None:
+    with pytest.raises(VerificationError, match=r"IRC132.*is not an operation of torch"):
+        function_of(op)
+
+
+def test_names_of_folders_reach_no_terminal_as_they_are(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = folder.rename(tmp_path / "odd\x1b[31m\nname")
+    target = tmp_path / "page\x1b[0m.html"
+    assert cli.main(["run", str(odd), "--steps", "1", "-v"]) == 0
+    assert cli.main(["report", str(odd), "-o", str(target), "-v"]) == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and "\nname" not in said.out + said.err and target.is_file()

@@ -218,6 +218,8 @@ def test_a_folder_whose_memory_is_not_the_plans_is_refused(
         ["explain", "DIR", "--gradient", "nothing"],
         ["explain", "DIR", "--top", "0"],
         ["explain", "DIR", "--json", "--floor"],
+        ["explain", "DIR", "--json", "--by", "line"],
+        ["explain", "DIR", "--why", "mm", "--by", "line"],
         ["run", "DIR", "--trace", "x.txt"],
     ],
 )

@@ -6,14 +6,19 @@ import copy
 import json
 import pickle
 import re
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.fake_tier import FakeTier, FakeTierConfig
 from torch import Tensor, nn
 
 import irc
+from irc.backends.torch.offload import Slot, Ticket
+from irc.compiler.plugin_tiers import measured_plugin
 from irc.compiler.tiers import device_of, measured_tiers, offer, tier_configs, what_moves
 from irc.compiler.training import measured_peak_bytes
 from irc.ir import Offload, format_bytes
@@ -255,3 +260,43 @@ def test_parameters_live_on_the_disk_where_the_budget_asks_for_it(tmp_path: Path
     fitted = irc.optimize(module, x, "85%", swap=swap, costs="analytic", time_limit=5)
     assert fitted.plan.offloaded_bytes > 0
     assert next(fitted.parameters()) is next(module.parameters())
+
+
+class _Slow(FakeTier):
+    """A tier each of whose copies takes a hundredth of a second at least."""
+
+    def begin_out(self, tensor: Tensor, slot: Slot[Any]) -> Ticket:
+        time.sleep(0.01)
+        return super().begin_out(tensor, slot)
+
+    def begin_in(self, slot: Slot[Any], tensor: Tensor) -> Ticket:
+        time.sleep(0.01)
+        return super().begin_in(slot, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _SlowConfig(FakeTierConfig):
+    def open(self) -> _Slow:
+        return _Slow(self)
+
+
+def test_a_tier_of_another_distribution_is_as_fast_as_its_own_copies() -> None:
+    found = measured_plugin(_SlowConfig("slow", 1 << 20), torch.device("cpu"))
+    assert found.latency_seconds >= 0.01 and found.capacity_bytes == 1 << 20 and not found.is_duplex
+    assert 0 < max(found.out_bytes_per_second, found.in_bytes_per_second) <= (1 << 20) / 0.01
+
+
+def test_a_measured_peak_counts_what_its_own_call_finds_there() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    fitted: Any = irc.optimize(module, torch.ones(8, 16), "1MiB", costs="analytic", dynamic="batch")
+    parameters_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    for rows in (8, 64):
+        x = torch.ones(rows, 16)
+        fitted(x).sum().backward()
+        found = irc.measured_peak_bytes(fitted, (x,))
+        assert found == measured_peak_bytes(fitted, (x,), parameters_bytes + x.nbytes)
+        assert found <= fitted.irc_plans[0].plan.peak_bytes
+        module(x).sum().backward()
+        assert irc.measured_peak_bytes(module, (x,)) == measured_peak_bytes(
+            module, (x,), parameters_bytes + x.nbytes
+        )

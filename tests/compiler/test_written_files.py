@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from irc.ir import UsageError
-from irc.ir.files import check_folder, write_whole
+from irc.ir.files import check_parent, write_whole
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_told_beforehand(tmp_path: Path) -> None:
-    check_folder(tmp_path / "a.txt")
+    check_parent(tmp_path / "a.txt")
     with pytest.raises(UsageError, match="no folder") as refused:
-        check_folder(tmp_path / "no" / "a.txt")
+        check_parent(tmp_path / "no" / "a.txt")
     assert refused.value.code == "IRC435"

@@ -470,3 +470,15 @@ def test_measurements_on_a_gpu_are_kept_by_its_settings(monkeypatch: pytest.Monk
         names.add(vars(profile)["_device_of"]([graph]))
     assert len(names) == 3 and all("cudnn-" in name for name in names)
     assert "cudnn" not in vars(profile)["_device_of"]([convolution_on("cpu")])
+
+
+@pytest.mark.parametrize(
+    "row", ["NaN, 0, 2", "1e300, 0, 2", "-1, 0, 2", "1, 1e400, 2", '"x", 0, 2', "[], 0, 2"]
+)
+def test_measurements_that_cannot_be_count_as_none(tmp_path: Path, row: str) -> None:
+    store = ProfileStore(tmp_path)
+    store.save("cpu", {"kept": Measured(1.0, 0, 2)})
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    file.write_text(text.replace('"operations": {', f'"operations": {{"odd": [{row}],', 1))
+    assert "odd" not in store.load("cpu")

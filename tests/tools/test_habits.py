@@ -112,3 +112,16 @@ def test_shells_can_complete(shell: str, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["completion", shell]) == 0
     out = capsys.readouterr().out
     assert "--forwards-in-flight" in out and "max-batch" in out
+
+
+def test_the_file_of_the_defaults_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be that of a folder above, and of somebody else."""
+    (tmp_path / "pyproject.toml").write_text("[tool.irc]\ngap = 0.25\n")
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    assert cli.main(["schedule", "--stages", "2", "--micro-batches", "2"]) == 0
+    assert capsys.readouterr().err == f"defaults: {tmp_path / 'pyproject.toml'}\n"
+    assert cli.main(["schedule", "--stages", "2", "--micro-batches", "2", "-q"]) == 0
+    assert capsys.readouterr().err == ""

@@ -260,12 +260,19 @@ class Input:
         role: Its role. A tangent is the gradient of an output: it arrives after the loss.
         target: Dotted name of the parameter or buffer, index of the input, index of the output (tangent).
         requires_grad: Whether it asks for a gradient.
+        part: Name of the plain tensor that it is of a packed parameter; empty for a whole tensor.
     """
 
     value: Value
     role: InputRole
     target: str
     requires_grad: bool = False
+    part: str = ""
+
+    @property
+    def label(self) -> str:
+        """The target and the part, for people to read."""
+        return f"{self.target} ({self.part})" if self.part else self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +290,12 @@ class Output:
     value: Value | None
     role: OutputRole
     target: str
+
+    @property
+    def gradient_of(self) -> tuple[InputRole, str]:
+        """The role and the target of the input that a gradient belongs to: a target may hold colons, too."""
+        role, _, target = self.target.partition(":")
+        return InputRole(role), target
 
 
 @dataclass(frozen=True, slots=True)

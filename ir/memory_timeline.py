@@ -403,11 +403,7 @@ class _Kinds:
                 is_gradient = output.role is OutputRole.GRADIENT
                 kind = Kind.GRADIENTS if is_gradient else Kind.OUTPUTS
                 self.delivered.setdefault(output.value.storage, kind)
-                named = (
-                    f"gradient of {output.target.partition(':')[2]}"
-                    if is_gradient
-                    else f"output {output.target}"
-                )
+                named = f"gradient of {output.gradient_of[1]}" if is_gradient else f"output {output.target}"
                 self.names.setdefault(output.value.storage, named)
         for node in graph.releases:
             parameter, gradient = node.operands
@@ -420,7 +416,7 @@ class _Kinds:
                 self.names.setdefault(value.storage, value.name)
         for storage, entry in self.entries.items():
             self.names[storage] = (
-                entry.target if entry.role is not InputRole.INPUT else f"input {entry.target}"
+                entry.label if entry.role is not InputRole.INPUT else f"input {entry.target}"
             )
 
     def of(self, storage: Storage) -> Kind | None:

@@ -140,9 +140,8 @@ def reordered(graph: Graph, micro_batches: int = 1) -> tuple[Reordered, ...]:
     for output in graph.outputs:
         if output.value is None or output.value.storage not in reached:
             continue
-        role, _, target = output.target.rpartition(":")
         is_output = output.role is OutputRole.OUTPUT
-        name = f"output {target}" if is_output else _named(InputRole(role), target)
+        name = f"output {output.target}" if is_output else _named(*output.gradient_of)
         found[name] = reached[output.value.storage]
     return tuple(_of_all(name, each, micro_batches) for name, each in found.items())
 

@@ -28,28 +28,12 @@ __all__ = [
     "PackedWeight",
     "packed_weight",
     "packed_weights",
-    "part_target",
-    "split_target",
 ]
 
 _BITSANDBYTES, _TORCHAO = "bitsandbytes", "torchao"
 _LAYERS = f"{_BITSANDBYTES}.nn.modules"
 PACKING_LIBRARIES = (_BITSANDBYTES, _TORCHAO)
 """The packages whose packed weights are known."""
-
-_SEPARATOR = ":"
-"""What stands between the names of a parameter and of a part of it: no attribute has it."""
-
-
-def part_target(name: str, part: str) -> str:
-    """The name of a part of a parameter, `weight:scale`."""
-    return f"{name}{_SEPARATOR}{part}"
-
-
-def split_target(target: str) -> tuple[str, str]:
-    """The name of a parameter and that of its part; the latter is empty in a name that is no part's."""
-    name, _, part = target.partition(_SEPARATOR)
-    return name, part
 
 
 class PackedWeight(ABC):
@@ -235,4 +219,4 @@ def packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
     for path, layer in module.named_modules():
         for name in layer._parameters if _is_of_python(layer) else ():
             if (weight := packed_weight(layer, name)) is not None:
-                yield f"{path}.{name}".lstrip("."), weight
+                yield f"{path}.{name}" if path else name, weight

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot, Symbol
 from ...ir.scalars import evaluate, leaves_of
-from ...torch_support.packed_weights import packed_weight, split_target
+from ...torch_support.packed_weights import packed_weight
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
@@ -103,11 +103,10 @@ class CacheEntry:
         wanted = _type_of(static)
         match static.role:
             case InputRole.PARAMETER | InputRole.BUFFER:
-                target, part = split_target(static.target)
-                path, _, name = target.rpartition(".")
+                path, _, name = static.target.rpartition(".")
                 owner = module.get_submodule(path)
-                if part:
-                    self._packed[owner, name, target].append((index, part, wanted))
+                if static.part:
+                    self._packed[owner, name, static.target].append((index, static.part, wanted))
                     return None
                 is_parameter = static.role is InputRole.PARAMETER
                 table = owner._parameters if is_parameter else owner._buffers
@@ -398,7 +397,7 @@ def check_tensor(tensor: Tensor, static: Input) -> None:
 
 
 def _name(static: Input) -> str:
-    return f"{static.role.value} {static.target}"
+    return f"{static.role.value} {static.label}"
 
 
 def _address(tensor: Tensor) -> int:

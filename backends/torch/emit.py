@@ -312,7 +312,7 @@ class _Emitter:
         return f"{', exchange' if self.exchanges else ''}{', copies' if self.keys else ''}"
 
     def _input_table(self) -> list[str]:
-        rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.target}") for i in self.statics]
+        rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.label}") for i in self.statics]
         rows += [_comment(f"  {name}: generator {key}") for key, name in self.generators.items()]
         rows += [_comment(f"  {name}: number {index}") for index, name in self.numbers.items()]
         rows += [_comment("  length: the length of the call")] if self.lengths is not None else []

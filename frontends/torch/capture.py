@@ -587,7 +587,7 @@ def _translated_once(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
         share_casts(joint.graph_module.graph)
         translation = translate(joint, flat.state.generators)
         flat.without_gradients = scopes.without_gradients
-    graph = place_annotations(translation.graph, translation.notes, scopes.asked)
+    graph = flat.packed.named(place_annotations(translation.graph, translation.notes, scopes.asked))
     return replace(translation, graph=graph)
 
 

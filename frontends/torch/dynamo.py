@@ -21,7 +21,6 @@ from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch.utils import _pytree as pytree
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
-from ...torch_support.packed_weights import split_target
 from .capture import Captured, capture
 
 __all__ = [
@@ -186,10 +185,8 @@ def capture_graph(
     for static in captured.graph.inputs:
         match static.role:
             case InputRole.PARAMETER | InputRole.BUFFER if static.target in positions:
-                bindings.append(positions[static.target])
-            case InputRole.BUFFER if split_target(static.target)[0] in positions:
-                name, part = split_target(static.target)
-                bindings.append((positions[name], part))
+                position = positions[static.target]
+                bindings.append((position, static.part) if static.part else position)
             case InputRole.PARAMETER | InputRole.BUFFER:
                 bindings.append(_held(graph, static.target.removeprefix(f"{_GRAPH}.")))
             case InputRole.INPUT:

@@ -349,7 +349,9 @@ class _Parser:
         self.expect("input")
         value = self.result()
         role = self.one_of(_INPUT_ROLES, "a role")
-        return Input(value, role, self.string(), self.accept("requires_grad"))
+        target = self.string()
+        part = self.string() if self.accept("part") else ""
+        return Input(value, role, target, self.accept("requires_grad"), part)
 
     def offloaded_statement(self) -> OffloadedParameter:
         self.expect("offloaded")

@@ -53,7 +53,8 @@ def _graph_lines(graph: Graph) -> Iterator[str]:
         yield f"  annotation {annotation.policy.value} {json.dumps(annotation.by)}"
     for entry in graph.inputs:
         grad = " requires_grad" if entry.requires_grad else ""
-        yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{grad}"
+        part = f" part {json.dumps(entry.part)}" if entry.part else ""
+        yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{part}{grad}"
     for offloaded in graph.offloaded_parameters:
         what = f"state {_result(offloaded.value)}" if offloaded.is_state else _argument(offloaded.value)
         yield f"  offloaded {what} {_word(offloaded.tier)} {json.dumps(offloaded.parameter)}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import irc
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
-from irc.ir import UnsupportedError
+from irc.ir import UnsupportedError, parse_graph, print_graph
 from irc.torch_support.packed_weights import packed_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,8 +67,9 @@ def test_parts_are_inputs_with_their_bytes(scheme: str) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*parts, *trained, x)}
     assert graph.static_bytes == sum(storages.values())
-    named = {entry.target for entry in graph.inputs}
-    assert {"0.base.weight:data", "0.base.weight:qdata"} & named
+    named = {(entry.target, entry.part) for entry in graph.inputs}
+    assert {("0.base.weight", "data"), ("0.base.weight", "qdata")} & named
+    assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

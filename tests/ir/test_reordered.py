@@ -50,6 +50,11 @@ def gamma(terms: int) -> float:
     return terms * UNIT / (1 - terms * UNIT)
 
 
+def test_names_may_hold_colons() -> None:
+    text = TEXT.replace('"w"', '"a::w"').replace('"parameter:w"', '"parameter:a::w"')
+    assert reordered(parse_graph(text))[1].name == "a::w"
+
+
 def test_sums_have_bounds_and_what_is_computed_from_them_has_none() -> None:
     verify_graph(parse_graph(TEXT))
     assert reordered(parse_graph(TEXT)) == (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .annotation import Annotation, Policy, named_annotations
-from .decisions import Decision, lines_by, storage_lines
+from .decisions import ACTIONS, Decision, lines_by, storage_lines
 from .errors import UsageError
 from .files import read_json, write_whole
 from .graph import Gradients
@@ -331,14 +331,11 @@ class Plan:
                 raise KeyError(data["format"])
             given = (f.name for f in _written() if f.name in data or f.default is MISSING)
             known = {name: data[name] for name in given}
-            Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             known["annotations"] = tuple(AnnotationEffect(**row) for row in known.get("annotations", ()))
             known["roundings"] = tuple(map(str, known.get("roundings", ())))
             known["reordered"] = tuple(map(Reordered.from_json, known.get("reordered", ())))
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
-            for annotation in known["annotations"]:
-                Policy(annotation.policy)
             plan = Plan(**known)
             for record in (plan, *plan.decisions, *plan.annotations, *plan.tiers):
                 _check_types(record)
@@ -394,12 +391,22 @@ _SIGNED = ("overhead", "lower_bound_overhead")
 _MOST = 1 << 63
 
 
+_WORDS: dict[str, tuple[str, ...]] = {
+    "action": ACTIONS,
+    "gradients": tuple(each.value for each in Gradients),
+    "policy": tuple(each.value for each in Policy),
+}
+"""The fields that hold one of some words."""
+
+
 def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
-    """Refuses, by TypeError, numbers that are none and texts that are none."""
+    """Refuses, by TypeError or ValueError, what is not of a field's type, or not one of its words."""
     for each in _written() if isinstance(record, Plan) else fields(record):
         value, wanted = getattr(record, each.name), _KINDS.get(str(each.type), (tuple,))
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             raise TypeError(f"{each.name} is {value!r}")
+        if each.name in _WORDS and value not in _WORDS[each.name]:
+            raise ValueError(f"{each.name} is {value!r}; it is one of {', '.join(_WORDS[each.name])}")
         least = -1 if each.name in _SIGNED else 0
         if isinstance(value, int | float) and not least <= value < _MOST:
             raise ValueError(f"{each.name} is {value!r}; it is a number from {least} on, below 2**63")

@@ -88,9 +88,11 @@ def _excluded(given: argparse.Namespace) -> Iterator[str]:
 def _table(file: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("irc", {})
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        is_deep = isinstance(error, RecursionError)
+        why = "lists or tables lie too deep in one another" if is_deep else error
         raise _refused(
-            file, f"it cannot be read: {error}", "mend it, or call irc from another folder"
+            file, f"it cannot be read: {why}", "mend it, or call irc from another folder"
         ) from error
     if not isinstance(table, dict):
         raise _refused(file, "tool.irc is not a table", 'write [tool.irc], and below it budget = "4GiB"')

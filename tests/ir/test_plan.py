@@ -221,6 +221,8 @@ def changed(**values: Any) -> str:
         changed(decisions=[{"storage": "a"}]),
         changed(decisions=[{**PLAN.to_json()["decisions"][0], "nbytes": "many"}]),
         changed(decisions=[{**PLAN.to_json()["decisions"][0], "surprise": 1}]),
+        changed(decisions=[{**PLAN.to_json()["decisions"][0], "action": "x"}]),
+        changed(gradients="lost"),
         changed(annotations=3),
         changed(annotations=[{"by": "irc.keep(a)"}]),
         changed(annotations=[{"by": "irc.keep(a)", "policy": "hold", "effect": ""}]),

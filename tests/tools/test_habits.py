@@ -79,6 +79,7 @@ def test_a_project_has_defaults_that_the_command_line_goes_before(tmp_path: Path
         ('[tool.irc.inspect]\nbudget = "1GB"', "irc inspect has no option --budget"),
         ("[tool]\nirc = 3", "is not a table"),
         ("[tool.irc", "it cannot be read"),
+        ("a = " + "[" * 100_000, "it cannot be read: lists or tables lie too deep in one another"),
     ],
 )
 def test_what_a_project_may_not_say_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class PackedParts:
             yield
 
     def named(self, graph: Graph) -> Graph:
-        """A graph that was traced with the parts as buffers; its inputs say of which parameter they are parts."""
+        """A graph that was traced with the parts as buffers; its inputs say what they are parts of."""
         named = (
             replace(entry, target=whole[0], part=whole[1])
             if (whole := self._parts_by_target.get(entry.target)) is not None

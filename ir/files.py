@@ -6,13 +6,15 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import UsageError
 from .printable import printable
 
-__all__ = ["check_parent", "read_json", "require_files", "write_whole"]
+__all__ = ["check_fields", "check_parent", "read_json", "require_files", "write_whole"]
 
 
 def check_parent(path: Path) -> None:
@@ -88,3 +90,44 @@ def write_whole(path: Path, content: str | bytes, code: str = "IRC435") -> None:
     finally:
         with contextlib.suppress(OSError):  # if there is no such folder
             staging.unlink(missing_ok=True)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str": (str,),
+    "bool": (bool,),
+}
+"""The values of a field by its annotation; of any other it is a tuple."""
+
+
+def check_fields(
+    record: object,
+    columns: Iterable[Field[Any]],
+    *,
+    words: Mapping[str, Collection[str]] | None = None,
+    signed: Collection[str] = (),
+) -> None:
+    """Refuses a record of a file that others wrote if a field holds what its annotation does not say.
+
+    Args:
+        record: A dataclass.
+        columns: The fields to look at.
+        words: The words that some fields may hold, by field.
+        signed: The fields whose numbers compare, and may be as low as -1; others begin at 0.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A number is out of its range, or a text is none of its field's words.
+    """
+    for each in columns:
+        value, types = getattr(record, each.name), _TYPES.get(str(each.type), (tuple,))
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise TypeError(f"{each.name} is {printable(repr(value), 100)}")
+        if words and value not in words.get(each.name, (value,)):
+            raise ValueError(f"{each.name} is {value!r}; it is one of {', '.join(words[each.name])}")
+        least = -1 if each.name in signed else 0
+        if isinstance(value, int | float) and not least <= value < 1 << 63:
+            raise ValueError(f"{each.name} is {value!r}; it is a number from {least} on, below 2**63")

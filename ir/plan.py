@@ -12,7 +12,7 @@ from typing import Any
 from .annotation import Annotation, Policy, named_annotations
 from .decisions import ACTIONS, Decision, lines_by, storage_lines
 from .errors import UsageError
-from .files import read_json, write_whole
+from .files import check_fields, read_json, write_whole
 from .graph import Gradients
 from .memory_timeline import StepMemory
 from .printable import printable
@@ -338,7 +338,8 @@ class Plan:
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
             plan = Plan(**known)
             for record in (plan, *plan.decisions, *plan.annotations, *plan.tiers):
-                _check_types(record)
+                columns = _written() if isinstance(record, Plan) else fields(record)
+                check_fields(record, columns, words=_WORDS, signed=_SIGNED)
             return plan
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
@@ -376,19 +377,8 @@ def _written() -> Iterator[Field[Any]]:
     return (each for each in fields(Plan) if each.name != "memory")
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "str": (str,),
-    "bool": (bool,),
-}
-
-
 # These compare times.
 _SIGNED = ("overhead", "lower_bound_overhead")
-_MOST = 1 << 63
 
 
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -397,16 +387,3 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "policy": tuple(each.value for each in Policy),
 }
 """The fields that hold one of some words."""
-
-
-def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
-    """Refuses, by TypeError or ValueError, what is not of a field's type, or not one of its words."""
-    for each in _written() if isinstance(record, Plan) else fields(record):
-        value, wanted = getattr(record, each.name), _KINDS.get(str(each.type), (tuple,))
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            raise TypeError(f"{each.name} is {value!r}")
-        if each.name in _WORDS and value not in _WORDS[each.name]:
-            raise ValueError(f"{each.name} is {value!r}; it is one of {', '.join(_WORDS[each.name])}")
-        least = -1 if each.name in _SIGNED else 0
-        if isinstance(value, int | float) and not least <= value < _MOST:
-            raise ValueError(f"{each.name} is {value!r}; it is a number from {least} on, below 2**63")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from ..files import check_fields
 from ..printable import printable
 from ..reordered import Reordered, reordered_lines
 from ..units import format_bytes
@@ -119,8 +120,10 @@ class PipelinePlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: When it is of another format, or a number is negative or not finite.
-            LookupError: When something is missing.
+            ValueError: It is of another format, a number is negative or not finite, or tables of devices have
+                other lengths.
+            TypeError: A value has another type.
+            LookupError: Something is missing.
         """
         if data["format"] != _FORMAT:
             raise ValueError(f"format is {data['format']!r}, not {_FORMAT!r}")
@@ -144,6 +147,9 @@ class PipelinePlan:
             reordered=tuple(Reordered.from_json(row) for row in data.get("reordered", ())),
             timeline=None if data.get("timeline") is None else PipelineTimeline.from_json(data["timeline"]),
         )
+        for stage in plan.stages:
+            check_fields(stage, fields(stage))
+        _check_devices(plan)
         _check_timeline(plan)
         return plan
 
@@ -184,6 +190,13 @@ class PipelinePlan:
             )
         lines.append(f"{'costs':>16}  {self.costs}, planned in {self.planning_seconds:.1f} s")
         return "\n".join(lines)
+
+
+def _check_devices(plan: PipelinePlan) -> None:
+    """Refuses, by ValueError, tables that are not of the same devices."""
+    tables = (plan.budget_bytes, plan.speeds, plan.device_names, plan.peak_bytes)
+    if not plan.peak_bytes or len({*map(len, tables)}) > 1:
+        raise ValueError("budget_bytes, speeds, device_names and peak_bytes have other lengths")
 
 
 def _check_timeline(plan: PipelinePlan) -> None:

@@ -279,6 +279,22 @@ def test_a_pipelines_step_reads_back(pipeline: Any) -> None:
     assert PipelinePlan.from_json(old).timeline is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(peak_bytes=""),
+        lambda data: data.update(speeds=data["speeds"][:1]),
+        lambda data: data["stages"][0].update(first=[[]]),
+        lambda data: data["stages"][0].update(in_flight="1"),
+    ],
+)
+def test_a_pipelines_plan_of_other_devices_or_types_is_refused(pipeline: Any, change: Any) -> None:
+    data = json.loads(json.dumps(pipeline.plan.to_json()))
+    change(data)
+    with pytest.raises((TypeError, ValueError), match="have other lengths|first is|in_flight is"):
+        PipelinePlan.from_json(data)
+
+
 @pytest.mark.parametrize("suffix", [".html", ".svg", ".json", ".pickle"])
 def test_pipelines_are_reported_by_suffix(suffix: str, pipeline: Any, tmp_path: Path) -> None:
     path = tmp_path / f"report{suffix}"

@@ -162,6 +162,52 @@ SIZES: dict[str, tuple[ModelProto, str, str]] = {
         "IRC307",
         "an axis of 1,000,000,000 elements",
     ),
+    **{
+        f"a {op} of 3 * 10^8": (
+            model([n(op, ["n"], ["c"]), _SUM, _ADD], [stored("n", 3 * 10**8)]),
+            "IRC307",
+            "an axis of 300,000,000 elements, and at most 33,554,432 can be placed one by one",
+        )
+        for op in ("HannWindow", "HammingWindow", "BlackmanWindow")
+    },
+    "a matrix of 100 filters over 10^8": (
+        model(
+            [n("MelWeightMatrix", ["n", "l", "r", "low", "high"], ["c"]), _SUM, _ADD],
+            [
+                *(stored(name, number) for name, number in (("n", 100), ("l", 10**8), ("r", 8000))),
+                *(stored(name, number, np.float32) for name, number in (("low", 0.0), ("high", 4000.0))),
+            ],
+        ),
+        "IRC307",
+        "a table of 50,000,001 x 100 elements",
+    ),
+    "patches of 10^9": (
+        model(
+            [n("Col2Im", ["x", "i", "b"], ["y"])],
+            [stored("i", [10**5, 10**5]), stored("b", [1, 1])],
+            x=(1, 1, 10**10),
+        ),
+        "IRC307",
+        "a table of 2 x 1 x 1 x 100,000 x 100,000 elements",
+    ),
+    "means of 2 * 10^4 elements each, 10^4 times": (
+        model(
+            [
+                n(
+                    "Resize",
+                    ["x", "", "", "p"],
+                    ["y"],
+                    mode="linear",
+                    antialias=1,
+                    coordinate_transformation_mode="asymmetric",
+                )
+            ],
+            [stored("p", [1, 1, 10**4, 1])],
+            x=(1, 1, 10**8, 1),
+        ),
+        "IRC307",
+        "a table of 10,000 x",
+    ),
     "an input of 10^27": (
         model([n("Relu", ["x"], ["y"])], x=(_HUGE, _HUGE, _HUGE)),
         "IRC307",

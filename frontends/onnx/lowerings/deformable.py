@@ -26,6 +26,7 @@ def deform_conv(c: Call) -> Result:
         (n + pads[i] + pads[i + rank] - dilation[i] * (k - 1) - 1) // stride[i] + 1
         for i, (n, k) in enumerate(zip(size, kernel, strict=True))
     ]
+    c.check_listed(rank, *kernel, *out)
     wide = x if x.element_size() > 2 else x.float()
     offset = c[2].to(wide.dtype).reshape(x.shape[0], moved, count, rank, math.prod(out))
     places = [
@@ -87,6 +88,7 @@ def col2im(c: Call) -> Result:
     counts = [
         (n - d * (b - 1) - 1) // s + 1 for n, b, s, d in zip(padded, block, stride, dilation, strict=True)
     ]
+    c.check_listed(rank, *block, *counts)
     index = c.literal(lambda: _places(padded, block, counts, stride, dilation))
     columns = x.reshape(x.shape[0], -1, math.prod(block) * math.prod(counts))
     y = columns.new_zeros(*columns.shape[:2], math.prod(padded)).index_add(2, index, columns)

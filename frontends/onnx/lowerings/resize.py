@@ -336,17 +336,18 @@ def _filtered(c: Call, x: Tensor, axes: Sequence[_Axis], transform: str, how: _F
 
 def _blend(c: Call, x: Tensor, a: _Axis, source: _Numbers, how: _Filter) -> Tensor:
     """Each result as a weighted mean of the elements around its source."""
-    taps, weights = _taps(a, source, how)
+    taps, weights = _taps(c, a, source, how)
     shape = [*weights.shape, *[1] * (x.ndim - a.axis - 1)]
     near = x.index_select(a.axis, c.literal(lambda: torch.from_numpy(taps.reshape(-1))))
     shares = c.literal(lambda: torch.from_numpy(weights).reshape(shape).to(x.dtype))
     return (near.unflatten(a.axis, weights.shape) * shares).sum(a.axis + 1)
 
 
-def _taps(a: _Axis, source: _Numbers, how: _Filter) -> tuple[_Numbers, _Numbers]:
+def _taps(c: Call, a: _Axis, source: _Numbers, how: _Filter) -> tuple[_Numbers, _Numbers]:
     """Returns the elements that each result reads, and their weights."""
     narrowing = min(a.scale, 1.0) if how.antialias else 1.0
     first = math.floor(-how.reach / narrowing) + 1
+    c.check_listed(len(source), 2 - 2 * first)
     base = np.ceil(source) - 1  # the element before the source
     taps = base[:, None] + np.arange(first, 2 - first)
     weights = how.weight(np.abs(taps - source[:, None]) * narrowing)

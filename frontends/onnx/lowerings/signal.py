@@ -84,7 +84,8 @@ def window(c: Call) -> Result:
     if period < 1:
         c.refuse(f"of {size} elements" + ("" if size < 1 else " that are not periodic"))
     waves = _WINDOWS[c.node.op]
-    return c.literal(lambda: torch.from_numpy(waves(2 * np.pi * np.arange(size) / period)).to(dtype))
+    turns = 2 * np.pi * c.positions(size) / period
+    return c.literal(lambda: torch.from_numpy(waves(turns)).to(dtype))
 
 
 @lowering("MelWeightMatrix", since=17)
@@ -93,6 +94,7 @@ def mel_weight_matrix(c: Call) -> Result:
     mels, n, rate = (c.integer(i, name) for i, name in enumerate(("number of bins", "length", "sample rate")))
     low, high = (float(c.number(i, "edge")) for i in (3, 4))
     dtype = element_type(c, c.int_("output_datatype", 1))
+    c.check_listed(n // 2 + 1, mels)
     return c.literal(lambda: torch.from_numpy(_triangles(mels, n, rate, low, high)).to(dtype))
 
 

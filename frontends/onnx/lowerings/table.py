@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -291,13 +292,23 @@ class Call:
         """
         if count < 0:
             raise ValueError(f"an axis cannot have {count:,} elements")
-        if count > MOST_LISTED:
+        self.check_listed(count)
+        return np.arange(count)
+
+    def check_listed(self, *sizes: int) -> None:
+        """Declines to let numpy, whose results nothing bounds, work out an array of these sizes.
+
+        Raises:
+            UnsupportedError: IRC307 when it has too many elements.
+        """
+        if math.prod(sizes) > MOST_LISTED:
+            shape = " x ".join(f"{size:,}" for size in sizes)
+            what = "an axis" if len(sizes) == 1 else "a table"
             raise too_large(
-                f"{self.node.title} makes an axis of {count:,} elements, and at most {MOST_LISTED:,} can be"
-                " placed one by one",
+                f"{self.node.title} makes {what} of {shape} elements, and at most {MOST_LISTED:,} can be placed"
+                " one by one",
                 self.node.name,
             )
-        return np.arange(count)
 
     def literal(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor that follows from shapes and attributes alone; made at import and kept with the module."""

@@ -305,8 +305,8 @@ class Call:
             shape = " x ".join(f"{size:,}" for size in sizes)
             what = "an axis" if len(sizes) == 1 else "a table"
             raise too_large(
-                f"{self.node.title} makes {what} of {shape} elements, and at most {MOST_LISTED:,} can be placed"
-                " one by one",
+                f"{self.node.title} makes {what} of {shape} elements, and at most {MOST_LISTED:,} can be"
+                " placed one by one",
                 self.node.name,
             )
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -221,11 +222,10 @@ class PlanCache:
             compiled, made = self._compiled(root, args, kwargs)
             with parameters_lock:
                 state = self._current(root).state
-                entry = CacheEntry(replace(compiled, state=state), root)
-                self._adopt(entry, made.optimizers)
-                for other in made.others:
-                    self._add(CacheEntry(replace(other, state=state), root))
-                self._add(entry)
+                entries = [CacheEntry(replace(each, state=state), root) for each in (*made.others, compiled)]
+                self._adopt(entries[-1], made.optimizers)
+                for entry in entries:
+                    self._add(entry)
             self.first_plan = made.compiled.plan
             self._request = made.request if self.limit > 1 else None
         return made
@@ -378,32 +378,24 @@ class PlanCache:
             if cause is not None:
                 raise cause from None
             raise
+        state = call.module_state.state
+        plans = [replace(each, state=state) for each in (compiled, *made.others)]
         if compiled.answers == answers:
             self._deciding(call, free.places - free.unread - compiled.free.places)
-            compiled = replace(compiled, free=replace(compiled.free, unread=free.unread))
-        state = call.module_state.state
-        reason = compiled.reason if compiled.lengths is not None else failure.message
-        entry = CacheEntry(replace(compiled, state=state, reason=reason), root)
+            plans = [replace(each, free=replace(each.free, unread=free.unread)) for each in plans]
+        if compiled.lengths is None and not made.others:
+            plans = [replace(each, reason=failure.message) for each in plans]
+        entries = [CacheEntry(each, root) for each in plans]
         with parameters_lock:
-            found = entry.bind(call)
-            if callable(found):
-                raise UsageError(
-                    "IRC521",
-                    f"the call does not match the plan that was made for it: {found().message}",
-                    help="do not change the module or its arguments from another thread meanwhile",
-                )
+            entry, inputs = _entry_for(call, entries)
             self._adopt(entry, made.optimizers)
             is_next = self._entries[:1] == (self._latest_entry,)
-            given_up = [
-                each
-                for other in made.others
-                for each in self._add(CacheEntry(replace(other, state=state), root))
-            ]
-            given_up += self._add(entry)
+            others = [each for each in reversed(entries) if each is not entry]
+            given_up = [plan for each in (*others, entry) for plan in self._add(each)]
             self._request = made.request
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
-        return entry, found
+        return entry, inputs
 
     def _adopt(self, entry: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
         """Lets a new plan release gradients, some of them to new optimizers."""
@@ -494,6 +486,28 @@ class PlanCache:
                 compiled.reason,
                 self.limit + 1,
             )
+
+
+def _entry_for(call: CallKey, entries: Sequence[CacheEntry]) -> tuple[CacheEntry, list[Tensor]]:
+    """Returns the one of the plans made for a call that takes it, and its inputs: a range has several.
+
+    Raises:
+        UsageError: IRC521 if none takes it, as the call is not what it was when its planning began.
+    """
+    explains: list[Explain] = []
+    for entry in entries:
+        inputs = entry.bind(call)
+        if not callable(inputs):
+            return entry, inputs
+        explains.append(inputs)
+    cause = "the forward, a hook or a property of the model changes them while it is traced"
+    if others := [each.name for each in threading.enumerate() if each is not threading.current_thread()]:
+        cause = f"another thread ({', '.join(others)}) may change them meanwhile, or {cause}"
+    raise UsageError(
+        "IRC521",
+        f"the call does not match the plan that was made for it: {explains[0]().message}",
+        help=f"keep the module and its arguments as they are while a call is planned: {cause}",
+    )
 
 
 def _kind(entry: CacheEntry) -> int:

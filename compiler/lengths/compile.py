@@ -146,9 +146,11 @@ class _Compiler:
                 _log.info("%s of %d and less is planned by itself: %s", self.call.name, last, error.message)
                 break
             last = family.first - 1
-        first, *others = self.made
         shortest = self.made[-1].compiled.lengths
         assert shortest is not None
+        if self.call.length <= last:  # the call that asks is shorter than what the range came to
+            self._compile_alone(self.call.length)
+        first, *others = self.made
         request = replace(first.request, dynamic=axis.after(shortest.first, self.call.last))
         return replace(first, others=tuple(each.compiled for each in others), request=request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
 from support.torch_cases import Model, assert_same, outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,7 +101,7 @@ def tokens(length: int, rows: int = 3) -> tuple[Tensor]:
     return (torch.randint(0, WORDS, (rows, length)),)
 
 
-def fitted(module: nn.Module, budget: Any = "75%", **options: Any) -> Any:
+def fitted(module: nn.Module, budget: Any = "75%", rows: int = 3, **options: Any) -> Any:
     """A copy of a model within a budget, for its lengths."""
     settings: dict[str, Any] = {
         "costs": "analytic",
@@ -106,9 +110,9 @@ def fitted(module: nn.Module, budget: Any = "75%", **options: Any) -> Any:
         **options,
     }
     try:
-        return irc.optimize(copy.deepcopy(module), tokens(20), budget, **settings)
+        return irc.optimize(copy.deepcopy(module), tokens(20, rows), budget, **settings)
     except irc.BudgetError as error:
-        return irc.optimize(copy.deepcopy(module), tokens(20), error.minimum_bytes, **settings)
+        return irc.optimize(copy.deepcopy(module), tokens(20, rows), error.minimum_bytes, **settings)
 
 
 def assert_agree(ours: Any, original: nn.Module, *args: Tensor) -> None:
@@ -177,6 +181,35 @@ def test_another_batch_has_plans_for_its_lengths_too() -> None:
     assert len(ours.irc_plans) == twice, "the plans for the lengths of a batch count as one"
     assert_agree(ours, module, *tokens(LAST + 1))
     assert ours.irc_plans[0].call.startswith("input 0 is int64[3, 61]"), "longer than the range"
+
+
+def deep(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    for _ in range(4):
+        x = F.gelu(x)
+    return m.dropout(x)
+
+
+@functools.cache
+def deep_model() -> tuple[nn.Module, Any]:
+    """A model, and a copy within a budget in which lengths have several plans even with fewer rows."""
+    module = language_model(deep)
+    return module, fitted(module, 1, time_limit=0.1, dynamic={"ids": {1: (FIRST, 20)}}, rows=5)
+
+
+@examples(16)
+@given(st.sampled_from([(5, False), (4, False), (5, True)]), st.integers(FIRST, 20), st.booleans())
+def test_calls_of_any_rows_under_any_autocast_have_plans_for_their_lengths(
+    kind: tuple[int, bool], length: int, trains: bool
+) -> None:
+    (rows, is_cast), (module, ours) = kind, deep_model()
+    args = tokens(length, rows)
+    for each in (module, ours):
+        each.train(trains)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        assert_agree(ours, module, *args)
+    kinds = [each.call for each in ours.irc_plans]
+    assert all(each.startswith("dimension 1 of argument ids of ") for each in kinds)
+    assert len(set(kinds)) > 1, "one plan would be for all lengths"
 
 
 @pytest.mark.slow

@@ -115,6 +115,8 @@ class Signature:
         branches: The values that the module's Python code reads from tensors, if the graph is specialised to
             them.
         assignments: The attributes that the forward changes.
+        switched: The indices of the static inputs whose `requires_grad` the forward changes, as
+            `x.requires_grad_()` does: in the graph they have it as the forward leaves it.
     """
 
     in_tree: object
@@ -126,6 +128,7 @@ class Signature:
     unused: frozenset[int] = frozenset()
     branches: tuple[Branch, ...] = ()
     assignments: tuple[Assignment, ...] = ()
+    switched: frozenset[int] = frozenset()
 
     @property
     def delivers_assigned(self) -> bool:

@@ -100,7 +100,7 @@ class CacheEntry:
 
     def _add_input(self, index: int, static: Input, module: nn.Module) -> Tensor | None:
         """Records the source of an input in a call; returns the tensor if all calls have the same."""
-        wanted = _type_of(static)
+        wanted = self._type_in_call(index, static)
         match static.role:
             case InputRole.PARAMETER | InputRole.BUFFER:
                 path, _, name = static.target.rpartition(".")
@@ -121,6 +121,11 @@ class CacheEntry:
                     return self.compiled.program.constants[static.target]
                 self._attributes.append((index, path, wanted))
                 return None
+
+    def _type_in_call(self, index: int, static: Input) -> _Type:
+        """Returns the type of an input when a call begins: the forward may switch its `requires_grad`."""
+        *type, requires_grad = _type_of(static)
+        return *type, requires_grad ^ (index in self.compiled.signature.switched)
 
     def _inputs_that_share_memory(self) -> list[list[int]]:
         """Groups the inputs by storage, without parameters whose gradients are released.
@@ -161,7 +166,8 @@ class CacheEntry:
             compiled = self.compiled.at(length)
             statics = compiled.program.statics
             arguments = [
-                (index, argument, _type_of(statics[index])) for index, argument, _ in self._arguments
+                (index, argument, self._type_in_call(index, statics[index]))
+                for index, argument, _ in self._arguments
             ]
             self._at_lengths[length] = compiled, arguments
         return self._at_lengths[length]

@@ -118,6 +118,11 @@ class _Fitted(Persistent):
             if found is not None:
                 compiled, inputs = found
                 program, signature = compiled.program, compiled.signature
+                for index in signature.switched:
+                    if program.statics[index].requires_grad:
+                        inputs[index].requires_grad_()
+                    else:
+                        inputs[index].detach_()
                 in_backward = plans.in_backward if program.released else None
                 if program.copies.has_offloaded:
                     refuse_shards(type(self))

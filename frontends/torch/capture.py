@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -428,6 +428,7 @@ def _captured(
             for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)
         ),
         assignments=flat.assignments,
+        switched=frozenset(_switched(graph, module, tensors)),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
@@ -444,6 +445,15 @@ def _captured(
         flat.mode,
         {name: generators.originals[name] for name in graph.generators},
     )
+
+
+def _switched(graph: Graph, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[int]:
+    """Yields the indices of the inputs whose `requires_grad` the forward has changed."""
+    held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    for index, entry in enumerate(each for each in graph.inputs if each.role is not InputRole.TANGENT):
+        tensor = tensors[int(entry.target)] if entry.role is InputRole.INPUT else held.get(entry.target)
+        if tensor is not None and tensor.requires_grad is not entry.requires_grad:
+            yield index
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:

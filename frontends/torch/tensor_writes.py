@@ -15,6 +15,7 @@ from .source_lines import user_line
 __all__ = ["TensorWrites"]
 
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
+_SWITCHES = torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__
 
 
 class TensorWrites(TorchFunctionMode):
@@ -43,9 +44,25 @@ class TensorWrites(TorchFunctionMode):
                 help="write into it with copy_(), under torch.no_grad() if it is a parameter; or "
                 f"{THROUGH_DYNAMO}",
             )
+        if func in _SWITCHES:
+            tensor, wanted = args[0], bool((kwargs or {}).get("requires_grad", (*args, True)[1]))
+            if tensor.requires_grad is wanted:
+                return tensor  # a traced tensor is no leaf, of which torch would take this
+            if not wanted and not tensor.is_leaf:
+                raise _no_gradient()
         if _computes_in_place(getattr(func, "__name__", "")) and args and _is_loose(args[0]):
             self.parts.add(_line() or "a library")
         return func(*args, **(kwargs or {}))
+
+
+def _no_gradient() -> UnsupportedError:
+    line = user_line(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
+    return UnsupportedError(
+        "IRC338",
+        "the forward takes requires_grad from an argument or a parameter, or from what is computed",
+        at=None if line is None else Location(source=line),
+        help="compute with x.detach(), or call requires_grad_(False) before the module is called",
+    )
 
 
 def _line() -> str | None:

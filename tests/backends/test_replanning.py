@@ -808,8 +808,19 @@ def test_a_plan_that_is_not_for_its_call_is_refused() -> None:
     first = CompiledPlan(compile_program(graph.schedule, captured.constants), captured.signature)
     state = PlanCacheState(lambda *_: Compilation(first, {}, "any"), "any", 2, False, (first,))
     ours, _ = bind(module, state)
-    with pytest.raises(irc.UsageError, match=r"IRC521.*input 0 is float32\[2, 4\]"):
+    with pytest.raises(irc.UsageError, match=r"IRC521.*input 0 is float32\[2, 4\]") as alone:
         ours(*rows(2))
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    assert ("another thread" in str(alone.value)) == bool(others)
+    ends = threading.Event()
+    other = threading.Thread(target=ends.wait, name="loader")
+    other.start()
+    try:
+        with pytest.raises(irc.UsageError, match=r"(?s)IRC521.*another thread \(.*loader"):
+            ours(*rows(2))
+    finally:
+        ends.set()
+        other.join()
     assert ours(*rows(3)).requires_grad
 
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from ...ir import UsageError, allocation_bytes
-from ...passes.costs.allocations import recorded_allocations
+from ...passes.costs.allocations import Recording, recorded_allocations
 
 __all__ = ["Outside", "OutsideMeter"]
 
@@ -81,7 +81,7 @@ class OutsideMeter:
     _recording: weakref.finalize[..., OutsideMeter] | None = field(default=None, init=False)
     """Ends the session, at the latest when the process exits."""
     _device: str = field(default="cpu", init=False)
-    _events: list[list[int]] = field(default_factory=list[list[int]], init=False)
+    _recordings: list[Recording] = field(default_factory=list[Recording], init=False)
     _predicted: list[int | None] = field(default_factory=list[int | None], init=False)
     _start_bytes: int = field(default=0, init=False)
     _state_bytes: int = field(default=0, init=False)
@@ -112,7 +112,7 @@ class OutsideMeter:
             device: The device whose memory counts.
             alive_bytes: The bytes that are known to be alive there now.
         """
-        self._device, self._events, self._predicted = device, [], []
+        self._device, self._recordings, self._predicted = device, [], []
         self._start_bytes, self._state_bytes = alive_bytes, 0
         if self._is_wanted:
             self._record()
@@ -124,7 +124,7 @@ class OutsideMeter:
         for hook, sign in ((register_optimizer_step_pre_hook, -1), (register_optimizer_step_post_hook, 1)):
             recording.callback(hook(partial(_count_state, weakref.ref(self), sign)).remove)
         try:
-            self._events.append(recording.enter_context(recorded_allocations(self._device)))
+            self._recordings.append(recording.enter_context(recorded_allocations(self._device)))
         except UsageError as error:
             _LOG.info("what the step takes outside of graphs is measured in a later step: %s", error)
             recording.close()
@@ -139,7 +139,14 @@ class OutsideMeter:
         """Ends a recording that another model has left, but no other one, such as the user's."""
         other = _open()
         self._waited += 1
-        if other is None or not other.is_recording or self._waited < _MOST_WAITED:
+        if other is None or not other.is_recording:
+            if self._waited == _MOST_WAITED:
+                _LOG.warning(
+                    "what a step takes outside of its graphs is not measured while a session of torch's "
+                    "profiler is open, and does not count in the budget before"
+                )
+            return False
+        if self._waited < _MOST_WAITED:
             return False
         other.stop()
         return True
@@ -238,7 +245,7 @@ class OutsideMeter:
         """The most bytes that were alive in each stretch, and those that are alive in the end."""
         mark_bytes = allocation_bytes(self._mark_bytes, self._device)
         level, levels = self._start_bytes, list[int]()
-        for nbytes in (nbytes for events in self._events for nbytes in events):
+        for nbytes in (nbytes for recording in self._recordings for nbytes in recording.events):
             if nbytes == mark_bytes:
                 levels.append(level)
             elif nbytes != -mark_bytes:

@@ -1,24 +1,52 @@
 """The memory that the allocator hands out while something runs, from its own events."""
 
-# The history of the CUDA allocator has no public interface, nor has a session without operations.
+# The history of the CUDA allocator has no public interface, nor have the sessions of torch's first profiler.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import gc
-import os
-import sys
+import threading
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch._C._profiler import RecordScope  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._profiler import ActiveProfilerType, _ExperimentalConfig
+from torch.autograd import ProfilerConfig, ProfilerState, profiler, profiler_legacy
 
 from ...ir import UsageError, allocation_bytes
+from ...torch_support.autocast import autocast_state
 
-__all__ = ["allocation_events", "cuda_events", "peak_bytes", "recorded_allocations"]
+__all__ = [
+    "Recording",
+    "allocation_events",
+    "cuda_events",
+    "peak_bytes",
+    "recorded_allocations",
+    "run_beside_sessions",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Recording:
+    """What an allocator did while something ran.
+
+    Attributes:
+        events: The bytes taken (positive) or given back, in order; they are filled in at the end.
+        is_whole: Whether these are all; a session of torch's profiler that begins in the thread ends the
+            recording, and takes what comes after.
+    """
+
+    events: list[int] = field(default_factory=list[int])
+    is_whole: bool = True
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device | str = "cpu") -> int:
@@ -33,21 +61,27 @@ def allocation_events(run: Callable[[], Any], device: torch.device | str = "cpu"
         UsageError: As `recorded_allocations`.
     """
     gc.collect()
-    with recorded_allocations(device) as events:
+    with recorded_allocations(device) as recording:
         run()
-    return events
+    if not recording.is_whole:
+        raise UsageError(
+            "IRC458",
+            "a session of torch's profiler began within what is measured, and took the allocator's events",
+            help="measure without it",
+        )
+    return recording.events
 
 
 def recorded_allocations(
     device: torch.device | str = "cpu",
-) -> contextlib.AbstractContextManager[list[int]]:
-    """Records the events of a device's allocator, into the list that it gives, which is filled at the end.
+) -> contextlib.AbstractContextManager[Recording]:
+    """Records the events of a device's allocator.
 
-    On the CPU, memory that was taken before and is given back meanwhile makes no event, and a session of
-    torch's profiler that begins meanwhile takes the events: there are none then.
+    On the CPU, memory that was taken before and is given back meanwhile makes no event.
 
     Raises:
-        UsageError: IRC458 when the history of CUDA memory is recorded already.
+        UsageError: IRC458 when the history of CUDA memory is recorded already, or for the CPU when a session
+            of torch's profiler is open in this thread.
     """
     found = torch.device(device)
     return _cuda_recorded(found) if found.type == "cuda" else _cpu_recorded()
@@ -65,14 +99,14 @@ def cuda_events(run: Callable[[], Any], device: torch.device) -> list[int]:
     Raises:
         UsageError: IRC458 when the history is recorded already.
     """
-    with _cuda_recorded(device) as events:
+    with _cuda_recorded(device) as recording:
         run()
-    return events
+    return recording.events
 
 
 @contextlib.contextmanager
-def _cuda_recorded(device: torch.device) -> Generator[list[int]]:
-    events: list[int] = []
+def _cuda_recorded(device: torch.device) -> Generator[Recording]:
+    recording = Recording()
     torch.cuda.synchronize(device)
     if torch._C._cuda_isHistoryEnabled():
         raise UsageError(
@@ -83,9 +117,9 @@ def _cuda_recorded(device: torch.device) -> Generator[list[int]]:
     torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
     try:
         before = len(_history(device))
-        yield events
+        yield recording
         torch.cuda.synchronize(device)
-        events += _levelled(_history(device)[before:])
+        recording.events += _levelled(_history(device)[before:])
     finally:
         torch.cuda.memory._record_memory_history(None)
 
@@ -112,61 +146,94 @@ def _levelled(history: Iterable[dict[str, Any]]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _cpu_recorded() -> Generator[list[int]]:
-    from torch.autograd import profiler
-
-    events: list[int] = []
-    session = profiler.profile(profile_memory=True)
-    is_beside = profiler._is_profiler_enabled  # a session of the user's, which this one ends
-    with _quiet_stderr():
-        profiler._prepare_profiler(session.config(), session.kineto_activities)
-        enable: Callable[..., None] = profiler._enable_profiler  # its stub lacks the scopes
-        enable(session.config(), session.kineto_activities, _NO_OPERATIONS)
+def _cpu_recorded() -> Generator[Recording]:
+    """Records by a session of the profiler that torch had before Kineto, which knows one at a time."""
+    _give_way()
+    _make_way_for_sessions()
+    if torch.autograd._profiler_enabled():
+        raise UsageError(
+            "IRC458",
+            "a session of torch's profiler is open in this thread, and takes the events of the allocator",
+            help="measure before the session begins, or after it has ended",
+        )
+    recording, thread = Recording(), threading.get_ident()
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    torch.autograd._enable_profiler_legacy(config)
+    _open_recordings[thread] = recording
     try:
-        yield events
+        yield recording
     finally:
-        recorded: list[Any] = []
-        if torch.autograd._profiler_enabled() and profiler._is_profiler_enabled == is_beside:
-            with _quiet_stderr():
-                recorded = list(profiler._disable_profiler().events())
-    found = [
-        (event.start_ns(), index, event.nbytes())
-        for index, event in enumerate(recorded)
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
-    ]
-    events += [nbytes for _, _, nbytes in sorted(found)]
+        if thread == threading.get_ident() and _open_recordings.get(thread) is recording:
+            recording.events += _end_session()
+        else:
+            recording.is_whole = False
 
 
-_NO_OPERATIONS = {RecordScope.STATIC_RUNTIME_MODEL}
-"""A scope that nothing enters: with operations recorded, a session could neither begin nor end within one."""
+_open_recordings: dict[int, Recording] = {}
+"""The recordings by thread; one that another thread has left stays until its own begins a session."""
 
 
-_NO_LOG = "99"
-"""Above every level of torch's profiler, whose highest one, 5, tells of each start and stop."""
+def _give_way() -> None:
+    """Ends the recording of this thread, if it has one, before another session begins there."""
+    recording = _open_recordings.get(threading.get_ident())
+    if recording is not None:
+        recording.is_whole = False
+        _end_session()
 
 
-@contextlib.contextmanager
-def _quiet_stderr() -> Generator[None]:
-    """Silences what the profiler's native code writes to the terminal when it starts and stops.
+def _end_session() -> list[int]:
+    """Ends the session of this thread's recording, and returns its events in their order.
 
-    It reads its level once, at the first session of the process; stderr is turned away for a session of the
-    user's that came before.
+    A session that began within a backward ended with it, as all that torch keeps for a thread.
     """
-    level = os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG)
-    if sys.stderr:  # None in a daemon
-        sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:  # closed: nothing to silence
-        kept = None
-    if kept is not None:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        if kept is not None:
-            os.dup2(kept, 2)
-            os.close(kept)
-        if level is _NO_LOG:
-            del os.environ["KINETO_LOG_LEVEL"]
+    del _open_recordings[threading.get_ident()]
+    torch_autograd: Any = vars(torch._C)["_autograd"]  # no stub has it
+    if torch_autograd._profiler_type() != ActiveProfilerType.LEGACY:
+        return []
+    entries: list[Any] = [entry for thread in torch.autograd._disable_profiler_legacy() for entry in thread]
+    start = next(entry for entry in entries if entry.name() == "__start_profile")
+    taken = [entry for entry in entries if entry.kind() == "memory_alloc"]
+    taken.sort(key=start.cpu_elapsed_us)  # each thread has a list
+    return [entry.cpu_memory_usage() for entry in taken if entry.cpu_memory_usage()]
+
+
+@functools.cache
+def _make_way_for_sessions() -> None:
+    """Lets each session that a user begins end the recording of its thread: torch refuses a second one."""
+    for module, name in ((profiler, "_run_on_profiler_start"), (profiler_legacy, "_enable_profiler_legacy")):
+        setattr(module, name, _after_giving_way(getattr(module, name)))
+
+
+def _after_giving_way(begin: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(begin)
+    def begin_alone(*args: Any) -> None:
+        _give_way()
+        begin(*args)
+
+    return begin_alone
+
+
+# ---------------------------------------------------------------------- beside sessions
+
+
+def run_beside_sessions(run: Callable[[], T]) -> T:
+    """Runs what records allocations: in another thread, if a session of torch's profiler is open in this one.
+
+    It has the modes of this one (gradients, autocast, context variables), and hides its operations from
+    sessions that look at all threads.
+    """
+    if not torch.autograd._profiler_enabled():
+        return run()
+    is_recording_gradients, autocast = torch.is_grad_enabled(), autocast_state()
+
+    def run_apart() -> T:
+        torch.autograd._enable_record_function(False)
+        torch.set_grad_enabled(is_recording_gradients)
+        for device, dtype, has_cache in autocast:  # no region, which would clear the casts of all threads
+            torch.set_autocast_enabled(device, True)
+            torch.set_autocast_dtype(device, getattr(torch, dtype))
+            torch.set_autocast_cache_enabled(has_cache)
+        return run()
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(contextvars.copy_context().run, run_apart).result()

@@ -60,7 +60,7 @@ class Cost:
         """Measures the levels of a device's allocator in runs; None if the costs are those of a machine.
 
         It is given the runs, the device, and the bytes that the largest run touches, and returns None if
-        there is no room for it, or a profiler of torch is on.
+        there is no room for it.
         """
         return self._levels if self.profile == "device" else None
 
@@ -71,8 +71,6 @@ class Cost:
 
         if self.most_bytes is not None and nbytes > self.most_bytes:
             return None
-        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage]
-            return None  # the events of the allocator come from a session, which would end the open one
         try:
             return allocation_levels(runs, device)
         except torch.OutOfMemoryError:

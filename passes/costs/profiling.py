@@ -39,7 +39,7 @@ from ...ir.files import read_json
 from ...torch_support.arguments import to_torch
 from ...torch_support.kernels import kernel
 from ...torch_support.operations import function_of
-from .allocations import allocation_events, cuda_events
+from .allocations import allocation_events, cuda_events, run_beside_sessions
 from .machines import machine_named
 from .no_workspace import takes_none
 from .table import Costs, StepCost, analytic_costs, signature
@@ -333,7 +333,7 @@ def _measure(
     with torch.no_grad(), torch.random.fork_rng(devices=drawn_on):
         found = {key: known[key] for key in missing if key in known}
         unknown = {key: node for key, node in missing.items() if key not in known}
-        if unknown:  # and no profiler session without, which would end one that is open
+        if unknown:
             found |= zip(unknown, first_runs(list(unknown.values())), strict=True)
         if with_times:
             with one_thread():
@@ -615,7 +615,7 @@ def _cpu_levels(runs: Iterable[Callable[[], Any]]) -> list[Level]:
             del run, result
             count += 1
 
-    events = allocation_events(run_all)
+    events = run_beside_sessions(lambda: allocation_events(run_all))
     marks = [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]
     assert len(marks) == 2 * count, "every run has a mark before and after it"
     windows = (events[marks[2 * k] + 2 : marks[2 * k + 1]] for k in range(count))

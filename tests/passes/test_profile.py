@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler_legacy
 
 from irc.frontends.torch import capture
 from irc.ir import (
@@ -29,7 +33,7 @@ from irc.ir import (
     Value,
 )
 from irc.passes.costs import profiling as profile
-from irc.passes.costs.allocations import allocation_events, peak_bytes
+from irc.passes.costs.allocations import allocation_events, peak_bytes, recorded_allocations
 from irc.passes.costs.machines import machine_named
 from irc.passes.costs.profiling import Level, Measured, ProfileStore, allocation_levels, profile_costs
 from irc.passes.costs.table import StepCost, analytic_costs, signature
@@ -251,6 +255,115 @@ def test_an_error_in_a_measured_run_arrives_and_the_next_one_is_measured() -> No
 
     with pytest.raises(ValueError, match="from the run"):
         peak_bytes(fail)
+    assert peak_bytes(lambda: torch.empty(123, dtype=torch.uint8)) == 123
+
+
+def test_costs_are_the_same_within_a_session(graph: Graph) -> None:
+    with torch.profiler.profile(profile_memory=True) as session:
+        within = profile_costs(graph, repeats=1)
+        torch.ones(3).erfinv()
+    assert "aten::erfinv" in _operations(session)
+    assert within.workspace_bytes == profile_costs(graph, repeats=1).workspace_bytes
+
+
+def _operations(session: Any) -> list[str]:
+    events = session.function_events if hasattr(session, "function_events") else session.events()
+    return [event.name for event in events if event.name.startswith("aten::")]
+
+
+_SESSIONS: dict[str, Callable[[], Any]] = {
+    "kineto": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "memory": lambda: torch.profiler.profile(profile_memory=True, record_shapes=True),
+    "autograd": torch.autograd.profiler.profile,
+    "first": lambda: vars(profiler_legacy)["profile"](profile_memory=True),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _SESSIONS if kind != "first"])
+def test_levels_are_measured_beside_a_session_which_sees_its_own_operations_alone(kind: str) -> None:
+    x = torch.randn(64, 32)
+    with _SESSIONS[kind]() as session:
+        before = x.sin()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            runs = [lambda: torch.relu(x).neg(), lambda: x @ x.T]
+            levels = allocation_levels(runs, "cpu")
+        before.cos()
+    assert _operations(session) == ["aten::sin", "aten::cos"]
+    half_precision_bytes = 64 * 64 * 2
+    assert levels[0] == Level(2 * x.nbytes, x.nbytes)
+    assert levels[1].left_bytes == half_precision_bytes < levels[1].peak_bytes
+
+
+@pytest.mark.parametrize("kind", _SESSIONS)
+def test_a_session_that_begins_while_allocations_are_recorded_has_its_operations(kind: str) -> None:
+    with recorded_allocations() as recording:
+        torch.empty(1000, dtype=torch.uint8)
+        with _SESSIONS[kind]() as session:
+            torch.ones(3).sin()
+    assert "aten::sin" in str(session.key_averages()) and not recording.is_whole
+    assert peak_bytes(lambda: torch.empty(123, dtype=torch.uint8)) == 123
+
+
+def test_the_peak_of_what_opens_a_session_is_not_known() -> None:
+    def run() -> None:
+        with torch.profiler.profile():
+            torch.ones(3).sin()
+
+    for measured, session in ((run, contextlib.nullcontext()), (torch.Tensor, torch.profiler.profile())):
+        with session, pytest.raises(UsageError, match="IRC458"):
+            peak_bytes(measured)
+
+
+def test_sessions_of_two_threads_do_not_meet() -> None:
+    names: list[str] = []
+    began, is_over = threading.Event(), threading.Event()
+
+    def profiled() -> None:
+        with torch.profiler.profile(profile_memory=True) as session:
+            began.set()
+            assert is_over.wait(60)
+            torch.ones(3).sin()
+        names.extend(_operations(session))
+
+    def measured() -> None:
+        thread.start()
+        assert began.wait(60)
+        torch.empty(123, dtype=torch.uint8)
+        is_over.set()
+        thread.join()
+
+    thread = threading.Thread(target=profiled)
+    assert allocation_events(measured) == [123, -123]
+    assert names == ["aten::ones", "aten::empty", "aten::fill_", "aten::sin"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_a_session_on_a_schedule_has_its_step_if_irc_measures_while_it_warms_up() -> None:
+    steps: list[list[str]] = []
+    run = partial(torch.empty, 123, dtype=torch.uint8)
+
+    def end_cycle(session: Any) -> None:
+        steps.append(_operations(session))
+
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=end_cycle) as session:
+        for _ in range(2):
+            assert allocation_levels([run], "cpu") == [Level(123, 123)]
+            torch.ones(3).sin()
+            session.step()
+    assert "aten::sin" in steps[0]
+
+
+def test_a_recording_that_another_thread_ends_is_no_obstacle() -> None:
+    recorded = recorded_allocations()
+    recording = recorded.__enter__()
+    thread = threading.Thread(target=lambda: recorded.__exit__(None, None, None))
+    thread.start()
+    thread.join()
+    assert not recording.is_whole
+    with torch.profiler.profile() as session:
+        torch.ones(3).sin()
+    assert "aten::sin" in _operations(session)
     assert peak_bytes(lambda: torch.empty(123, dtype=torch.uint8)) == 123
 
 

@@ -22,9 +22,9 @@ def run_lstm_kernel(*args: Any) -> tuple[Tensor, ...]:
 
 
 @lru_cache(maxsize=256)
-def lstm_workspace_bytes(steps: int, batch: int, size: int, hidden: int) -> int:
+def lstm_workspace_bytes(steps: int, batch: int, size: int, hidden: int, dtype: torch.dtype) -> int:
     """Measures the workspace of the LSTM kernel, which oneDNN does not tell before the kernel has run."""
-    x, state = torch.zeros(steps, batch, size), torch.zeros(batch, hidden)
-    w, r, bias = torch.zeros(4 * hidden, size), torch.zeros(4 * hidden, hidden), torch.zeros(4 * hidden)
+    shapes = (steps, batch, size), (4 * hidden, size), (4 * hidden, hidden), (4 * hidden,), (batch, hidden)
+    x, w, r, bias, state = (torch.zeros(shape, dtype=dtype) for shape in shapes)
     numbers = (False, [], 2, hidden, 1, True, False, False, True)
     return run_lstm_kernel(x, w, r, bias, bias, state, state, *numbers)[-1].numel()

@@ -179,7 +179,7 @@ def _followed(
         stack.enter_context(
             torch.autograd.set_detect_anomaly(False)
         )  # it reads gradients, which have no data
-        stack.enter_context(RecurrentLayers(has_kernels=True))
+        stack.enter_context(RecurrentLayers(writes_in_place=True))
         stack.enter_context(fake_kernels_of_eager())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

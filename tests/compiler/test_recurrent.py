@@ -24,6 +24,7 @@ from irc.passes.costs.allocations import peak_bytes
 from irc.passes.costs.profiling import profile_costs
 
 KERNEL = "aten.mkldnn_rnn_layer.default"
+_RUNS_IN_HALVES: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # pyright: ignore[reportPrivateUsage]
 
 
 class Recurrent(nn.Module):
@@ -104,7 +105,7 @@ def test_an_lstm_is_one_kernel_for_each_layer_and_direction_with_the_bits_of_eag
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @examples(12)
 @given(
-    kind=st.sampled_from(["projected", "tanh", "relu"]),
+    kind=st.sampled_from(["projected", "tanh", "relu", "gru"]),
     sizes=_SIZES,
     layers=st.integers(1, 2),
     flags=_FLAGS,
@@ -116,31 +117,56 @@ def test_time_steps_have_the_bits_of_eager(
     options: dict[str, Any] = {"num_layers": layers, **flags}
     if kind == "projected":
         graph = _trains_as_eager(nn.LSTM, sizes, trains, proj_size=sizes[-1] - 1, **options)
+    elif kind == "gru":
+        graph = _trains_as_eager(nn.GRU, sizes, trains, **options)
     else:
         graph = _trains_as_eager(nn.RNN, sizes, trains, nonlinearity=kind, **options)
     assert all(node.op != KERNEL for node in graph.nodes)
 
 
-@pytest.mark.slow
-@examples(6)
-@given(sizes=_SIZES, layers=st.integers(1, 2), flags=_FLAGS)
-def test_time_steps_of_a_gru_agree_with_eager(
-    sizes: tuple[int, int, int, int], layers: int, flags: dict[str, bool]
-) -> None:
-    """Eager adds gates in place in a wider tensor: vectors of other elements go through the sigmoid."""
-    steps, batch, size, hidden = sizes
-    module = Recurrent(nn.GRU, size, hidden, num_layers=layers, **flags)
-    shape = (batch, steps, size) if flags["batch_first"] else (steps, batch, size)
-    args = [torch.randn(shape), *_states(module, batch)]
-    captured = capture(module, tuple(args))
-    ours = bind_program(
-        copy.deepcopy(module),
-        compile_program(keep_all(captured.graph), captured.constants),
-        captured.signature,
-    )
-    assert any("GRU" in text for text in captured.roundings)
-    for our, its in zip(_step(ours, args), _step(module, args), strict=True):
-        torch.testing.assert_close(our, its)
+class Cells(nn.Module):
+    """A cell of a recurrent layer, step by step."""
+
+    def __init__(self, kind: Callable[..., nn.RNNCellBase], size: int, hidden: int, *, bias: bool) -> None:
+        super().__init__()
+        self.cell = kind(size, hidden, bias=bias)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        states: list[Tensor] = [state, state.cos()] if isinstance(self.cell, nn.LSTMCell) else [state]
+        outputs: list[Tensor] = []
+        for part in x:
+            after = self.cell(part, tuple(states) if len(states) > 1 else states[0])
+            states = list(after) if isinstance(after, tuple) else [after]
+            outputs.append(states[0])
+        return torch.stack(outputs).float().square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize("hidden", [5, 33])
+@pytest.mark.parametrize("casts", [False, True])
+def test_cells_have_the_bits_of_eager(kind: Callable[..., nn.RNNCellBase], hidden: int, casts: bool) -> None:
+    """Of sizes that are no multiple of the processor's vectors too."""
+    torch.manual_seed(0)
+    module = Cells(kind, 4, hidden, bias=not casts)
+    args = [torch.randn(3, 2, 4), torch.randn(2, hidden)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        fitted = irc.optimize(copy.deepcopy(module), tuple(args), "100%", costs="analytic")
+        assert not fitted.irc_plan.roundings
+        assert _same(_step(fitted, args), _step(module, args))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.skipif(not _RUNS_IN_HALVES, reason="oneDNN has no LSTM in bfloat16 for this processor")
+def test_an_lstm_in_half_precision_is_the_kernel_with_the_bits_of_eager(casts: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if casts else torch.bfloat16
+    module = Recurrent(nn.LSTM, 5, 9, num_layers=2, bidirectional=True).to(dtype)
+    args = [torch.randn(4, 3, 5, dtype=dtype), *(state.to(dtype).detach() for state in _states(module, 3))]
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        fitted = irc.optimize(copy.deepcopy(module), tuple(args), "100%", costs="analytic")
+        assert sum(node.op == KERNEL for node in _graph(module, *args).nodes) == 4
+        assert not fitted.irc_plan.roundings
+        assert _same(_step(fitted, args), _step(module, args))
 
 
 class _First(nn.Module):
@@ -175,7 +201,8 @@ def test_time_steps_have_no_operation_that_eager_does_not_run(layer: nn.RNNBase)
     ours = Counter(node.op.split(".")[1] for node in graph.nodes if not node.is_view)
     with _Operations() as eager:
         module(x).square().mean().backward()
-    assert not ours - eager.count
+    gates = Counter(cat=2 * len(x)) if isinstance(layer, nn.GRU) else Counter[str]()
+    assert not ours - eager.count - gates, "a GRU's first two gates are split once more"
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ _FAMILIES = ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d", "nearest1d", 
 _EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
 _ANTIALIASED = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
 _OTHERS = ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward")
-_NAMES = (*(f"upsample_{family}" for family in _FAMILIES), *_EXACT, *_ANTIALIASED, *_OTHERS)
+_FOLDING = ("matmul",)
+"""Operations that eager composes by the strides and gradients of their operands, with other conditions."""
+_NAMES = (*(f"upsample_{family}" for family in _FAMILIES), *_EXACT, *_ANTIALIASED, *_OTHERS, *_FOLDING)
 
 
 _DROPOUT = torch.ops.aten.dropout.default

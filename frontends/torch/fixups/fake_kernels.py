@@ -61,7 +61,7 @@ def _lstm_kernel(
 ) -> tuple[Tensor, ...]:
     """The output [time, batch, hidden], the final states, and the workspace that backward reads."""
     with no_dispatch(), torch._C.DisableTorchFunction():
-        nbytes = lstm_workspace_bytes(*x.shape, r.shape[1])
+        nbytes = lstm_workspace_bytes(*x.shape, r.shape[1], x.dtype)
     with mode:
         state = x.new_empty(x.shape[1], r.shape[1])
         output = x.new_empty(*x.shape[:2], r.shape[1])
@@ -71,10 +71,13 @@ def _lstm_kernel(
 def _lstm_kernel_backward(
     mode: Any, operation: Any, x: Tensor, w: Tensor, r: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of the input, the weights, both biases (equal, apart), and the initial states."""
+    """The gradients of the input, the weights, both biases (equal, apart), and the initial states.
+
+    They are float32, also of numbers in half precision.
+    """
     with mode:
         shapes = x.shape, w.shape, r.shape, r.shape[:1], r.shape[:1], others[2].shape, others[3].shape
-        return tuple(x.new_empty(shape) for shape in shapes)
+        return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 def _grouped_mm(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....ir import TimeLimitError
@@ -33,41 +35,108 @@ class RecurrentLayers(TorchFunctionMode):
     Args:
         has_kernels: Whether kernels are traced as such. As time steps an LSTM is slower; a plan can keep
             less of it and run more of it again.
+        writes_in_place: Whether gates are written in place, as eager does. A graph cannot hold that.
         time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
 
     Attributes:
         rounding: The functions of the layers that differ from eager's numbers by rounding: an LSTM's kernel
             sums in another order than its time steps, and without gradients than in training; a GRU's gates,
-            written in place, go through other vectors; under autocast gradients of weights are summed in
-            another order.
+            written in place, go through other vectors of the processor if its sequences are packed; in an
+            autocast region of the forward gradients of weights are summed in another order.
     """
 
-    def __init__(self, *, has_kernels: bool = True, time_limit: float = math.inf) -> None:
+    def __init__(
+        self, *, has_kernels: bool = True, writes_in_place: bool = False, time_limit: float = math.inf
+    ) -> None:
         super().__init__()
         self.has_kernels = has_kernels
+        self.writes_in_place = writes_in_place
         self.time_limit = time_limit
         self.rounding: set[str] = set()
+        self._casts_around = _casts("cpu"), _casts("cuda")  # whose casts are shared as in eager
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
+        name = getattr(func, "__name__", "")
+        if name == "gru_cell" and not kwargs and self._traces_gates(args[0]):
+            return _gru_cell(functional.linear(args[0], args[2], *args[4:5]), args[1], args[3], *args[5:])
+        if name not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
             return func(*args, **(kwargs or {}))
-        runs_kernel = func.__name__ == "lstm" and _runs_kernel(args)
-        as_kernel = self.has_kernels and runs_kernel
-        if as_kernel and not torch.is_grad_enabled():
-            self.rounding.add(func.__name__)
-        if as_kernel:
+        runs_kernel = name == "lstm" and _runs_kernel(args)
+        if runs_kernel and self.has_kernels:
+            if not torch.is_grad_enabled():
+                self.rounding.add(name)
             return _by_kernel(*args)
         _check_steps(args, self.time_limit)
-        kind = args[0].device.type
-        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if runs_kernel or casts or func.__name__ == "gru":
-            self.rounding.add(func.__name__)
+        layer = _gru_layer if name == "gru" and not _is_packed(args) and self._traces_gates(args[0]) else func
+        casts = _casts(args[0].device.type) and not any(self._casts_around)
+        if runs_kernel or casts or (name == "gru" and layer is func):
+            self.rounding.add(name)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return _layer_by_layer(func, args)
+            return _layer_by_layer(layer, args)
         finally:
             torch._C._set_mkldnn_enabled(enabled)
+
+    def _traces_gates(self, data: Tensor) -> bool:
+        return not self.writes_in_place and data.device.type in _ON_HOST
+
+
+_ON_HOST = ("cpu", "meta")
+"""The types of devices where eager composes the time steps of recurrent layers of operations."""
+
+
+def _casts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _is_packed(args: tuple[Any, ...]) -> bool:
+    """Whether the sequences of a recurrent layer are packed, which come with other arguments."""
+    return not isinstance(args[3], bool)
+
+
+def _gru_layer(
+    x: Tensor,
+    states: Tensor,
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output of one layer of a GRU, and its final states, by the operations of eager in their order."""
+    x = x.transpose(0, 1) if batch_first else x
+    each = 4 if has_biases else 2
+    outputs: list[Tensor] = []
+    final: list[Tensor] = []
+    for place, state in enumerate(states.unbind(0)):
+        w, r, *biases = weights[each * place : each * (place + 1)]
+        steps = functional.linear(x, w, *biases[:1]).unbind(0)
+        hidden: list[Tensor] = []
+        for gates in reversed(steps) if place else steps:
+            state = _gru_cell(gates, state, r, *biases[1:])
+            hidden.append(state)
+        outputs.append(torch.stack(hidden[::-1] if place else hidden))
+        final.append(state)
+    y = torch.cat(outputs, -1) if bidirectional else outputs[0]
+    return (y.transpose(0, 1) if batch_first else y), torch.stack(final)
+
+
+def _gru_cell(gates: Tensor, hidden: Tensor, r: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The next state of a GRU, from what the input gives to its gates, with the bits of eager.
+
+    Eager writes the first two gates in place, side by side in a row with the third: its sigmoids go through
+    the processor's vectors row by row, and so do these.
+    """
+    size = hidden.shape[1]
+    split = (2 * size, size)
+    given, new_given = gates.split(split, 1)
+    known, new_known = functional.linear(hidden, r, bias).split(split, 1)
+    reset, update = (part.sigmoid() for part in (known + given).split(size, 1))
+    new = (new_given + new_known * reset).tanh()
+    return (hidden - new) * update + new
 
 
 def _check_steps(args: tuple[Any, ...], time_limit: float) -> None:
@@ -76,7 +145,7 @@ def _check_steps(args: tuple[Any, ...], time_limit: float) -> None:
     Raises:
         TimeLimitError: IRC205.
     """
-    if not isinstance(args[3], bool):  # packed sequences
+    if _is_packed(args):
         steps, layers, bidirectional = args[1].shape[0], args[5], args[8]
     else:
         steps, layers, bidirectional = args[0].shape[1 if args[8] else 0], args[4], args[7]
@@ -92,14 +161,27 @@ def _check_steps(args: tuple[Any, ...], time_limit: float) -> None:
 
 
 def _runs_kernel(args: tuple[Any, ...]) -> bool:
-    """Whether eager runs an LSTM by oneDNN: float32 on the CPU, in batches of one length, not projected."""
-    if not isinstance(args[3], bool) or not torch._C._get_mkldnn_enabled():
+    """Whether eager runs an LSTM by oneDNN: on the CPU, in batches of one length, not projected."""
+    if _is_packed(args) or not torch._C._get_mkldnn_enabled():
         return False
     x, states, weights = args[:3]
     tensors = (x, *states, *weights)
-    plain = all(t.device.type == "cpu" and t.dtype is torch.float32 for t in tensors)
+    runs = all(t.device.type == "cpu" for t in tensors) and _has_kernel(_computed_types(tensors))
     projected = states[0].shape[2] != states[1].shape[2]
-    return plain and not projected and x.numel() > 0 and not torch.is_autocast_enabled("cpu")
+    return runs and not projected and x.numel() > 0
+
+
+def _computed_types(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """The types of numbers in which a kernel on the CPU computes with tensors."""
+    if torch.is_autocast_enabled("cpu"):
+        return {torch.get_autocast_dtype("cpu")}
+    return {tensor.dtype for tensor in tensors}
+
+
+def _has_kernel(dtypes: set[torch.dtype]) -> bool:
+    """Whether oneDNN has an LSTM for these types of numbers, with a backward, on this processor."""
+    in_halves = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and in_halves)
 
 
 def _by_kernel(
@@ -145,8 +227,7 @@ def _steps_of_eager(device: torch.device) -> contextlib.AbstractContextManager[A
 
     A GPU's kernels for a whole layer cannot be traced, so the decomposition stays there.
     """
-    on_host = device.type in ("cpu", "meta")
-    return torch._C._DisablePythonDispatcher() if on_host else contextlib.nullcontext()
+    return torch._C._DisablePythonDispatcher() if device.type in _ON_HOST else contextlib.nullcontext()
 
 
 def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
@@ -155,9 +236,9 @@ def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
     Args:
         func: `torch.lstm` or another of its kind.
         args: input, state (a tensor, or for LSTM two), weights, has biases, layers, dropout, train,
-            bidirectional, batch first. Packed sequences come with other arguments and are passed on.
+            bidirectional, batch first. Packed sequences are passed on.
     """
-    if not isinstance(args[3], bool):
+    if _is_packed(args):
         return func(*args)
     x, state, weights, biases, layers, dropout, train, bidirectional, batch_first = args
     states = [state] if isinstance(state, Tensor) else list(state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ir import Delivery
+from ...torch_support.autocast import without_autocast
 from ..torch.deliver import deliver_leaf
 from ..torch.program import Program
 from ..torch.step import in_layout
@@ -80,7 +81,8 @@ class Results:
         wanted = [(output, tangent) for output, tangent in pairs if tangent is not None]
         seed = torch.full_like(live.loss, self.scale)
         outputs = [output for output, _ in wanted]
-        found = torch.autograd.grad(live.loss, outputs, seed, allow_unused=True)
+        with without_autocast():  # as a training loop calls backward() after its autocast
+            found = torch.autograd.grad(live.loss, outputs, seed, allow_unused=True)
         return [in_layout(gradient, tangent) for gradient, (_, tangent) in zip(found, wanted, strict=True)]
 
     def give_up(self) -> None:

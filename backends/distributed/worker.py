@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import Input, InputRole
+from ...torch_support.autocast import without_autocast
 from ..torch.offload import Session, Tiers
 from ..torch.optimizer_in_backward import OptimizersInBackward
 from ..torch.program import Program
@@ -86,7 +87,7 @@ class StageWorker:
         copies = self.tiers.session(program.copies) if program.copies else None
         more = [mailbox] if program.exchanges else []
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast():
                 outputs, saved = program.forward(inputs, *more, *([] if copies is None else [copies]))
         except BaseException:
             if copies is not None:
@@ -113,7 +114,7 @@ class StageWorker:
             more.append(mailbox)
         if live.copies is not None:
             more.append(live.copies)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             running = program.backward(live.inputs, live.saved, list(tangents), *more)
             if program.pauses:
                 next(running)
@@ -125,7 +126,7 @@ class StageWorker:
         """Runs the rest of a micro-batch's backward, after its pause."""
         rest = self._live_microbatches[micro_batch].rest
         assert rest is not None, "nothing was left"
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             for _ in rest:
                 raise AssertionError("a backward pauses once")
         self._end(micro_batch)

@@ -25,6 +25,7 @@ from ...ir import (
     Input,
     InputRole,
     Loss,
+    Node,
     Output,
     OutputRole,
     Region,
@@ -36,6 +37,7 @@ from ...ir import (
     output_dependencies,
     overwritten,
 )
+from ...torch_support.autocast import nodes_that_autocast_sees
 from .emit import LengthForms, NumberSlots, emit_source, is_partial, saved_values
 from .offload.table import CopyTable, copy_table
 
@@ -88,6 +90,7 @@ class Program:
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
         pauses: Whether backward is a generator that yields once.
         copies: The copies to tiers; both functions take a `Session` last if there are any.
+        autocast_sees: The operations of backward that autocast may cast for, if backward is called under it.
     """
 
     statics: tuple[Input, ...]
@@ -113,6 +116,7 @@ class Program:
     pauses: bool = False
     copies: CopyTable = field(default_factory=CopyTable)
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
+    autocast_sees: tuple[Node, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -183,6 +187,7 @@ def compile_program(
         pauses=any(node.op == PAUSE for node in graph.operations),
         copies=copy_table(schedule),
         generators=dict(generators),
+        autocast_sees=tuple(nodes_that_autocast_sees(_backward(graph))),
     )
 
 
@@ -268,6 +273,10 @@ def _released(
         depends = dependencies.get(gradient, frozenset())
         found[names[parameter]] = Released(index[parameter], depends, tuple(tied))
     return found
+
+
+def _backward(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.region is Region.BACKWARD)
 
 
 # ---------------------------------------------------------------------- reads and writes

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
+from ...torch_support.autocast import autocast_state, would_cast
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .live_forwards import LiveForwards
@@ -49,7 +50,8 @@ def run_step(
 
     Backward raises a BackwardError, which is a RuntimeError, in cases that autograd may accept: IRC524 when a
     recomputation reads an input that was written since, IRC525 when backward runs again for other outputs,
-    IRC526 when a hook of a result would see less of a gradient than in eager.
+    IRC526 when a hook of a result would see less of a gradient than in eager, IRC528 when backward runs under
+    autocast that would change eager's.
     """
     refuse_transforms(inputs)
     refuse_saved_tensor_hooks()
@@ -163,6 +165,23 @@ def _check_backward(ctx: Any, program: Program, inputs: list[Tensor], given: fro
     _check_outputs_unchanged(ctx.saved, ctx.saved_versions)
     refuse_missing_gradients(ctx, program, inputs, given)
     refuse_hooks_on_results(ctx.watched, program.feeds, given)
+    _check_autocast(program)
+
+
+def _check_autocast(program: Program) -> None:
+    """Refuses a backward under autocast if eager's would compute in another precision there."""
+    autocast = autocast_state()
+    cast = next((node for node in program.autocast_sees if autocast and would_cast(node, autocast)), None)
+    if cast is not None:
+        states = " and ".join(f"to {dtype} on {device}" for device, dtype, _ in autocast)
+        raise BackwardError(
+            "IRC528",
+            f"backward() is called under torch.autocast {states}, which casts in eager's backward too, first "
+            f"for {cast.op}; a plan's backward is the one that is called outside of autocast",
+            at=cast.at,
+            help="end the autocast before loss.backward(), as torch recommends, or call it within "
+            f"torch.autocast({autocast[0][0]!r}, enabled=False)",
+        )
 
 
 def _take_saved(ctx: Any, program: Program) -> tuple[list[Any], Session | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -625,6 +626,8 @@ def _trace(
     stack.enter_context(quiet_tracer())
     stack.enter_context(unread_draws_stay())
     stack.enter_context(checks_stay())
+    # eager's backward runs where the loop calls it: outside of the forward's autocast
+    stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:

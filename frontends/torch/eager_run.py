@@ -21,6 +21,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from ...ir import EagerMemory, OperandKind, OperationKind
+from ...torch_support.autocast import without_autocast
 from .alive_bytes import AliveBytes, following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
@@ -207,7 +208,9 @@ def _followed(
         else:
             stack.enter_context(dry_run(loss))  # until its hooks have run in backward
             roots, gradients = [loss(result)], None
-        torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
+        # as at the end of autocast, which is before backward
+        torch.clear_autocast_cache()
+        stack.enter_context(without_autocast())
         # a checkpoint with another backward takes no list of leaves; others must get no gradient without data
         torch.autograd.backward(roots, gradients, inputs=leaves if followed.reads_others else None)
     return EagerMemory(static_bytes, at_loss, followed.alive_at)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
+from ...torch_support.autocast import without_autocast
 from .alive_bytes import AliveBytes
 from .dry_run import dry_run
 from .loss_terms import number_bytes
@@ -236,7 +237,8 @@ def gradients_of(scalar: Tensor, outputs: Sequence[Tensor], seed: Tensor) -> Seq
         leaf = getattr(function, "variable", None)
         if isinstance(leaf, Tensor) and id(leaf) not in known:
             parameters.append(leaf)
-    return torch.autograd.grad(scalar, [*outputs, *parameters], seed, allow_unused=True)
+    with without_autocast():  # which ends before backward
+        return torch.autograd.grad(scalar, [*outputs, *parameters], seed, allow_unused=True)
 
 
 def _made_up(leaf: Tensor) -> Tensor:

@@ -158,6 +158,34 @@ class _Halves(torch.nn.Module):
         return x.float().square().mean()
 
 
+class _HeadInSinglePrecision(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float()).square().mean()
+
+
+def test_backward_of_a_step_under_autocast_runs_outside_of_it() -> None:
+    torch.manual_seed(0)
+    model = _HeadInSinglePrecision()
+    twin, x = copy.deepcopy(model), torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe = pipeline(
+            model, (x,), "64MiB", stages=2, micro_batches=4, schedule="1f1b", costs="analytic", time_limit=1.0
+        )
+        pipe.start().step(x)
+        losses = [twin(part) for part in x.split(2)]
+    for loss in losses:
+        (loss / 4).backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=0)
+
+
 def test_other_stages_may_change_what_a_stage_exchanges() -> None:
     torch.manual_seed(0)
     model = _Halves()

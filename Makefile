@@ -1,5 +1,5 @@
 # `make demo` runs the main job on a real model. `make fast` runs the tests for each edit, `make test` all but the slow
-# ones, `make slow` these, `make fuzz` all properties on new examples. Each needs Python >= 3.11 alone.
+# ones, `make slow` these, `make fuzz` all properties on new examples, and new modules. Each needs Python >= 3.11 alone.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -34,6 +34,7 @@ slow: $(READY)
 
 fuzz: $(READY)
 	IRC_FUZZ=10 $(PYTEST) -m hypothesis --override-ini most_cpu_seconds=inf
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.module_fuzz
 
 # The site, into build/docs; tutorials run meanwhile. A warning is an error.
 $(VENV)/.docs: $(READY)

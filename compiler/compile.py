@@ -124,7 +124,9 @@ def compile_call(
     is_as_captured = program.kernels is None or stepwise  # neither in tiles nor fused
     if varied is not None and is_as_captured and request.compiler is None:
         slots = _number_slots(module, planned, program, request, varied, stepwise=stepwise)
-    free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
+    free = (
+        NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.numbers.expressions)
+    )
     return emitted_call(module, planned, read, program, request, reserved, slots or {}, free)
 
 
@@ -193,12 +195,11 @@ def _number_slots(
                 stepwise=stepwise,
                 time_limit=seconds_to_capture(request.plan.time_limit),
             )
-        both = captured, other
         with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-            prepared = [PassManager(request.preparing).run(Program(each.graph)) for each in both]
+            prepared = request.rewritten(captured), request.rewritten(other)
     except IrcError:
         return None
-    return number_slots(program, both, (prepared[0], prepared[1]), varied)
+    return number_slots(program, (captured, other), prepared, varied.numbers)
 
 
 # ---------------------------------------------------------------------- capture

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..backends.torch import NumberSlots, VariedCall
+from ..backends.torch import NumberSlots, VariedNumbers
 from ..backends.torch.guards.module_state import is_equal
 from ..frontends.torch import Captured
 from ..ir import Graph, Node, Region, Signature, same_graph
@@ -15,11 +15,12 @@ from ..ir.scalars import is_same
 from ..passes import Program
 from ..torch_support.bits import same_bits
 
-__all__ = ["number_slots"]
+__all__ = ["OperationSlots", "number_slots", "slots_of_operations", "slots_within"]
 
 _Place = int | str
 _Number = int | float
 _Slots = dict[tuple[str, str], Mapping[_Place, int]]
+OperationSlots = Mapping[tuple[str, str], Mapping[_Place, int]]
 """The slots of nodes, by name and operation."""
 
 
@@ -27,7 +28,7 @@ def number_slots(
     program: Program,
     captured: tuple[Captured, Captured],
     prepared: tuple[Program, Program],
-    call: VariedCall,
+    numbers: VariedNumbers,
 ) -> NumberSlots | None:
     """Finds the scalar operands in a planned graph that a call's numbers are computed to.
 
@@ -35,12 +36,26 @@ def number_slots(
         program: The planned program.
         captured: The call as a graph, and the call with other numbers.
         prepared: Both, rewritten as the program was.
-        call: The call with other numbers.
+        numbers: The numbers of the two.
 
     Returns:
         The slots; None if the graphs differ in anything else, or if a number of the call did not enter all
         the operations that it should have.
     """
+    found = slots_of_operations(captured, prepared, numbers)
+    if found is None:
+        return None
+    assert program.schedule is not None
+    nodes = program.schedule.graph.nodes
+    if any((node.name, node.op) not in found and any(_numbers(node)) for node in nodes):
+        return None
+    return slots_within(program.schedule.graph, found)
+
+
+def slots_of_operations(
+    captured: tuple[Captured, Captured], prepared: tuple[Program, Program], numbers: VariedNumbers
+) -> OperationSlots | None:
+    """Finds the scalar operands in all graphs that a call is planned by; as `number_slots`."""
     first, second = captured
     if not _differ_in_leaves_alone(first, second):
         return None
@@ -49,17 +64,16 @@ def number_slots(
     if len(ours) != len(theirs):
         return None
     for graph, other in zip(ours, theirs, strict=True):
-        slots = _slots(graph, other, call)
+        slots = _slots(graph, other, numbers)
         if slots is None or any(found.get(key, places) != places for key, places in slots.items()):
             return None
         found |= slots
-    if _uses(ours[-1], found) != Counter(dict(enumerate(call.uses))):
-        return None
-    assert program.schedule is not None
-    nodes = program.schedule.graph.nodes
-    if any((node.name, node.op) not in found and any(_numbers(node)) for node in nodes):
-        return None
-    return {node.name: places for node in nodes if (places := found.get((node.name, node.op)))}
+    return None if _uses(ours[-1], found) != Counter(dict(enumerate(numbers.uses))) else found
+
+
+def slots_within(graph: Graph, slots: OperationSlots) -> NumberSlots:
+    """The slots of the operations of one graph."""
+    return {node.name: places for node in graph.nodes if (places := slots.get((node.name, node.op)))}
 
 
 def _differ_in_leaves_alone(first: Captured, second: Captured) -> bool:
@@ -88,7 +102,7 @@ def _graphs(program: Program) -> list[Graph]:
     return [program.graph] if program.original is None else [program.graph, program.original]
 
 
-def _slots(graph: Graph, other: Graph, call: VariedCall) -> _Slots | None:
+def _slots(graph: Graph, other: Graph, numbers: VariedNumbers) -> _Slots | None:
     """Returns the slots of all nodes by name and operation; None if the graphs differ elsewhere."""
     if len(graph.nodes) != len(other.nodes):
         return None
@@ -100,7 +114,7 @@ def _slots(graph: Graph, other: Graph, call: VariedCall) -> _Slots | None:
         for place, number in _numbers(node):
             if place not in theirs or is_same(number, theirs[place]):
                 continue
-            index = _index(number, theirs[place], call)
+            index = _index(number, theirs[place], numbers)
             if index is None or node.is_view:
                 return None
             places[place] = index
@@ -117,9 +131,9 @@ def _slots(graph: Graph, other: Graph, call: VariedCall) -> _Slots | None:
     return found if same_graph(graph, replace(other, nodes=tuple(alike), **counted)) else None
 
 
-def _index(number: _Number, other: _Number, call: VariedCall) -> int | None:
+def _index(number: _Number, other: _Number, numbers: VariedNumbers) -> int | None:
     """Returns the index of the expression that has these values in the two calls."""
-    pairs = enumerate(zip(call.values, call.others, strict=True))
+    pairs = enumerate(zip(numbers.values, numbers.others, strict=True))
     return next((k for k, (a, b) in pairs if is_same(a, number) and is_same(b, other)), None)
 
 
@@ -137,7 +151,7 @@ def _with_numbers(node: Node, numbers: Mapping[_Place, _Number]) -> Node:
     return replace(node, arguments=arguments, keywords=keywords)
 
 
-def _uses(graph: Graph, slots: _Slots) -> Counter[int]:
+def _uses(graph: Graph, slots: OperationSlots) -> Counter[int]:
     """Counts the operations of forward that take each number."""
     forward = (node for node in graph.nodes if node.region is Region.FORWARD)
     return Counter(index for node in forward for index in slots[node.name, node.op].values())

@@ -345,6 +345,10 @@ class Request:
         plan = None if self.tiers is not None else self.plan.without_times(program)
         return None if plan is None else replace(self, plan=plan)
 
+    def rewritten(self, captured: Captured) -> Program:
+        """The program of a captured call, rewritten as one with costs is."""
+        return PassManager(self.preparing).run(Program(captured.graph))
+
     def costed(self, captured: Captured) -> Program:
         """The program of a captured call, with costs."""
         return PassManager(self.costing, self.observers).run(Program(captured.graph, eager=captured.eager))

@@ -9,6 +9,7 @@ from .compiled_plan import (
     CompiledPlan,
     ReservedMemory,
     VariedCall,
+    VariedNumbers,
     pack_signature,
     unpack_signature,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "TierConfig",
     "Tiers",
     "VariedCall",
+    "VariedNumbers",
     "bind",
     "bind_program",
     "check_names",

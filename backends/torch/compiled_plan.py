@@ -30,6 +30,7 @@ __all__ = [
     "CompiledPlan",
     "ReservedMemory",
     "VariedCall",
+    "VariedNumbers",
     "pack_signature",
     "unpack_signature",
 ]
@@ -152,26 +153,39 @@ class ReservedMemory:
 
 
 @dataclass(frozen=True)
+class VariedNumbers:
+    """The leaves of a call with other numbers that decide nothing, which show their places in its graph.
+
+    Args:
+        leaves: All leaves.
+        expressions: The scalar operands that are computed from the numbers.
+        uses: The number of operations of forward that take each expression.
+        values: What each expression is in the call itself.
+        others: What it is with these leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    expressions: tuple[Operand, ...]
+    uses: tuple[int, ...]
+    values: tuple[Any, ...]
+    others: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class VariedCall:
-    """A call again with other numbers that decide nothing, which shows their places in its graph.
+    """A call again with other numbers that decide nothing.
 
     Args:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         answers: The answers of a capture for which the numbers decide nothing.
-        expressions: The scalar operands that are computed from them.
-        uses: The number of operations of forward that take each expression.
-        values: What each expression is in the call itself.
-        others: What it is in this one.
+        numbers: The numbers.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     answers: TraceAnswers
-    expressions: tuple[Operand, ...]
-    uses: tuple[int, ...]
-    values: tuple[Any, ...]
-    others: tuple[Any, ...]
+    numbers: VariedNumbers
 
 
 @dataclass(frozen=True)

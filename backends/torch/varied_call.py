@@ -8,12 +8,12 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ...ir.scalars import Operand, evaluate, is_same, leaves_of
-from .compiled_plan import VariedCall
+from .compiled_plan import VariedCall, VariedNumbers
 from .guards.call_key import CallKey
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import FreeNumbers
 
-__all__ = ["varied_call"]
+__all__ = ["numbers_of", "varied_call", "varied_numbers"]
 
 _OTHERS: tuple[Callable[[Any, int], Any], ...] = (
     lambda number, k: number + 3 + 7 * k if isinstance(number, int) else number * 1.0137 + 0.01731 * (k + 1),
@@ -38,23 +38,39 @@ def varied_call(call: CallKey, free: FreeNumbers, answers: TraceAnswers) -> Vari
     Returns:
         None if no such numbers are found.
     """
+    found = varied_numbers(call.leaves, free)
+    if found is None:
+        return None
+    args, kwargs = pytree.tree_unflatten(found.leaves, call.tree)
+    return VariedCall(args, kwargs, answers, found)
+
+
+def varied_numbers(given: Sequence[Any], free: FreeNumbers) -> VariedNumbers | None:
+    """Varies the numbers among the leaves of a call, so that each expression has a value of its own.
+
+    Args:
+        given: The leaves.
+        free: The numbers among them that decide nothing.
+
+    Returns:
+        None if no such numbers are found.
+    """
     places = sorted(frozenset[int]().union(*map(leaves_of, free.expressions)))
-    values = _values(free.expressions, call.leaves)
+    values = numbers_of(free.expressions, given)
     for other in _OTHERS if values else ():
-        leaves = list(call.leaves)
+        leaves = list(given)
         for k, place in enumerate(places):
             leaves[place] = other(leaves[place], k)
-        others = _values(free.expressions, leaves)
+        others = numbers_of(free.expressions, leaves)
         if values is None or others is None:
             continue
         pairs = list(zip(values, others, strict=True))
         if all(type(a) is type(b) and a != b for a, b in pairs) and not _any_twice(pairs):
-            args, kwargs = pytree.tree_unflatten(leaves, call.tree)
-            return VariedCall(args, kwargs, answers, free.expressions, free.uses, values, others)
+            return VariedNumbers(tuple(leaves), free.expressions, free.uses, values, others)
     return None
 
 
-def _values(expressions: Sequence[Operand], leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+def numbers_of(expressions: Sequence[Operand], leaves: Sequence[Any]) -> tuple[Any, ...] | None:
     """Returns what expressions are in a call; None if one is no number."""
     try:
         found = tuple(evaluate(each, leaves) for each in expressions)

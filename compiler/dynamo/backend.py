@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
+from ...backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers, free_numbers_of_graph
+from ...backends.torch.varied_call import numbers_of, varied_numbers
 from ...frontends.torch import (
     CapturedGraph,
     capture_graph,
@@ -26,12 +28,14 @@ from ...frontends.torch import (
     graph_name,
     is_given_up,
     lifted_names,
+    numbers_among,
     refuse_uncompiled_module,
 )
 from ...ir import InputRole, Plan, UnsupportedError, UsageError, parse_budget
 from ...passes import Program
 from ...passes.remat.choice import GAP
 from ...passes.subgraphs.subgraph import SubgraphSolutions
+from ..number_slots import OperationSlots, slots_of_operations
 from ..request import MEASURED, Request, renamed_costs
 from ..time_steps import kernels_or_time_steps, seconds_to_capture
 from .outside_meter import OutsideMeter
@@ -222,15 +226,20 @@ class Backend:
         """Leaves the backwards of a step that ends with an error alone."""
         self._budget.let_go()
 
-    def run(self, variant: Variant, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def run(self, variant: Variant, inputs: list[Tensor], numbers: Sequence[Any]) -> tuple[Tensor, ...]:
         """Runs a graph's forward once there is room for it; returns its flat outputs.
+
+        Args:
+            variant: The graph.
+            inputs: Its static inputs.
+            numbers: The scalar operands that its program takes.
 
         Raises:
             BudgetError: IRC540; nothing has run.
         """
         with self._lock:
             pending_run = self._budget.admit(variant, inputs)
-            outputs = run_step(pending_run.program, inputs)
+            outputs = run_step(pending_run.program, [*inputs, *numbers])
             self._budget.ran(pending_run, inputs, outputs)
         return outputs
 
@@ -255,9 +264,16 @@ class Backend:
             self._budget.forget(variant)
 
     def variant(
-        self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
+        self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None], free: FreeNumbers
     ) -> Variant | Unplanned:
-        """A graph captured for these arguments, with what its operations cost, if it has a backward."""
+        """A graph captured for these arguments, with what its operations cost, if it has a backward.
+
+        Args:
+            graph: The graph.
+            args: Its arguments in a call.
+            names: Those of parameters and buffers.
+            free: The numbers among the arguments that decide nothing; the program takes them if it can.
+        """
         name = f"graph {next(self._numbers)} ({graph_name(graph)})"
         with self._budget.measuring_paused():
             try:
@@ -271,7 +287,35 @@ class Backend:
             if captured is None:
                 _LOG.info("%s has nothing to differentiate and runs as it is", name)
                 return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
-            return Variant(name, captured, SubgraphSolutions(self._costed(captured)))
+            solutions = SubgraphSolutions(self._costed(captured))
+            slots = self._number_slots(captured, graph, args, names, free)
+            expressions = free.expressions if slots else ()
+            return Variant(name, captured, solutions, expressions, slots)
+
+    def _number_slots(
+        self,
+        captured: CapturedGraph,
+        graph: fx.GraphModule,
+        args: Sequence[Any],
+        names: Sequence[str | None],
+        free: FreeNumbers,
+        **options: Any,
+    ) -> OperationSlots:
+        """The operands of a captured graph that are computed from numbers; none if they cannot be told."""
+        varied = varied_numbers(args, free)
+        if varied is None or self._request.compiler is not None:
+            return {}
+        try:
+            with planning, tracing():
+                other = capture_graph(graph, varied.leaves, names, **options)
+        except UnsupportedError:
+            return {}
+        if other is None:
+            return {}
+        both = captured.captured, other.captured
+        with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+            rewritten = self._request.rewritten(both[0]), self._request.rewritten(both[1])
+        return slots_of_operations(both, rewritten, varied) or {}
 
     def _costed(self, captured: CapturedGraph) -> Program:
         """A captured graph with what its operations cost."""
@@ -279,17 +323,25 @@ class Backend:
             return self._request.costed(captured.captured)
 
     def time_steps(
-        self, kernels: Variant, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
+        self,
+        kernels: Variant,
+        graph: fx.GraphModule,
+        args: Sequence[Any],
+        names: Sequence[str | None],
+        free: FreeNumbers,
     ) -> Variant:
         """The same graph captured with the time steps of its LSTM layers in place of kernels.
 
         Raises:
             TimeLimitError: IRC205 for too many time steps.
         """
-        limit = seconds_to_capture(self._request.plan.time_limit)
+        options: dict[str, Any] = {
+            "stepwise": True,
+            "time_limit": seconds_to_capture(self._request.plan.time_limit),
+        }
         with self._budget.measuring_paused():
             with planning, tracing():
-                captured = capture_graph(graph, args, names, stepwise=True, time_limit=limit)
+                captured = capture_graph(graph, args, names, **options)
             assert captured is not None, "its kernels have something to differentiate"
             _LOG.info("%s does not fit by kernels: its LSTM layers are planned as time steps", kernels.name)
             program = replace(self._costed(captured), kernels=kernels.solutions.program)
@@ -331,18 +383,21 @@ class Unplanned:
 
 
 class _Compiled:
-    """One graph of Dynamo, with a variant for each set of sizes that it was called with."""
+    """One graph of Dynamo, with a variant for each set of sizes, and of numbers that decide something."""
 
     def __init__(self, backend: Backend, graph: fx.GraphModule) -> None:
         self.backend = backend
         self.graph = graph
         self.names = lifted_names(graph)
+        numbers = numbers_among(graph)
+        self.numbers = frozenset(numbers.values())
+        self.free = free_numbers_of_graph(graph.graph, numbers)
         self.variants: OrderedDict[Hashable, Variant | Unplanned] = OrderedDict()
 
     def run(self, *args: Any) -> Any:
         """Runs the graph on these arguments."""
         try:
-            return self._run(args)
+            return self._run([_number(arg) if k in self.numbers else arg for k, arg in enumerate(args)])
         except BaseException:
             self.backend.let_go()
             raise
@@ -353,7 +408,7 @@ class _Compiled:
             return self.backend.pass_by(variant, self.graph, args)
 
         def by_time_steps() -> Any:
-            steps = self.backend.time_steps(variant, self.graph, args, self.names)
+            steps = self.backend.time_steps(variant, self.graph, args, self.names, self._free(args))
             result = self._run_variant(steps, args)
             self.variants[self._key(args)] = steps
             self.backend.forget(variant)
@@ -367,31 +422,52 @@ class _Compiled:
         statics = (i for i in captured.captured.graph.inputs if i.role is not InputRole.TANGENT)
         for tensor, static in zip(inputs, statics, strict=True):
             check_tensor(tensor, static)
-        outputs = self.backend.run(variant, inputs)
+        numbers = numbers_of(variant.expressions, args)
+        assert numbers is not None, "the key of the variant says that there are some"
+        outputs = self.backend.run(variant, inputs, numbers)
         signature = captured.captured.signature
         tree: Any = signature.out_tree
         return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
 
     def _variant(self, args: Sequence[Any]) -> Variant | Unplanned:
-        """Returns the capture for arguments of these sizes; Dynamo may have left sizes open."""
+        """Returns the capture for arguments of these sizes, and numbers; Dynamo may have left both open."""
         key = self._key(args)
         if key in self.variants:
             self.variants.move_to_end(key)
             return self.variants[key]
-        self.variants[key] = self.backend.variant(self.graph, args, self.names)
+        free = self._free(args)
+        variant = self.backend.variant(self.graph, args, self.names, free)
+        if isinstance(variant, Variant) and variant.expressions != free.expressions:
+            self.free = NO_NUMBERS  # each number has a plan of its own
+            key = self._key(args)
+        self.variants[key] = variant
         if len(self.variants) > _VARIANTS:
             _, oldest = self.variants.popitem(last=False)
             if isinstance(oldest, Variant):
                 _LOG.info("%s has run with more than %d sizes; the oldest is dropped", oldest.name, _VARIANTS)
                 self.backend.forget(oldest)
-        return self.variants[key]
+        return variant
+
+    def _free(self, args: Sequence[Any]) -> FreeNumbers:
+        """The numbers of a call that decide nothing: none if what is computed from them is not a number."""
+        return NO_NUMBERS if numbers_of(self.free.expressions, args) is None else self.free
 
     def _key(self, args: Sequence[Any]) -> Hashable:
-        own = (_size(arg) for arg, name in zip(args, self.names, strict=True) if name is None)
-        return (torch.is_grad_enabled(), *own)
+        free = self._free(args)
+        pairs = enumerate(zip(args, self.names, strict=True))
+        own = (
+            type(arg) if place in free.places else _size(arg) for place, (arg, name) in pairs if name is None
+        )
+        kinds = map(type, numbers_of(free.expressions, args) or ())
+        return (torch.is_grad_enabled(), *own, *kinds)
+
+
+def _number(arg: object) -> object:
+    """Returns a number that Dynamo may have put into a tensor."""
+    return arg.item() if isinstance(arg, Tensor) else arg
 
 
 def _size(arg: object) -> Hashable:
     if isinstance(arg, Tensor):
         return tuple(arg.shape), arg.stride(), arg.dtype, arg.requires_grad
-    return type(arg), arg
+    return type(arg), repr(arg)  # as nan is not nan, and 0.0 is -0.0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...backends.torch import PendingBackward, Program, compile_program, saved_values, storage_key
 from ...frontends.torch import CapturedGraph
 from ...ir import Graph, InputRole, OutputRole, Schedule, Value, verify_graph, verify_schedule
+from ...ir.scalars import Operand
 from ...passes.subgraphs.footprint import outputs_bytes, tangents_bytes
 from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
+from ..number_slots import OperationSlots, slots_within
 
 __all__ = ["Backward", "Gradient", "PendingRun", "Run", "Variant", "gradients_of"]
 
@@ -28,11 +30,15 @@ class Variant:
         name: Its number, and where it is in the user's code.
         captured: Its training graph.
         solutions: The same with costs, and the schedules known for it.
+        expressions: The scalar operands that its program takes, computed from the numbers of a call.
+        slots: The places of these among its operations.
     """
 
     name: str
     captured: CapturedGraph
     solutions: SubgraphSolutions
+    expressions: tuple[Operand, ...] = ()
+    slots: OperationSlots = field(default_factory=dict[Any, Any])
     _compiled: dict[int, tuple[Schedule, Program, tuple[Value, ...]]] = field(
         default_factory=dict[int, tuple[Schedule, Program, tuple[Value, ...]]]
     )
@@ -53,7 +59,8 @@ class Variant:
             assert costs is not None
             verify_graph(schedule.graph)
             verify_schedule(schedule, costs.workspace_bytes)
-            program = compile_program(schedule, self.captured.captured.constants)
+            slots = slots_within(schedule.graph, self.slots)
+            program = compile_program(schedule, self.captured.captured.constants, slots=slots)
             self._compiled[id(schedule)] = schedule, program, saved_values(schedule)
             for key in list(self._compiled)[:-_PROGRAMS]:
                 del self._compiled[key]

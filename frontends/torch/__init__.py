@@ -9,6 +9,7 @@ from .dynamo import (
     graph_name,
     is_given_up,
     lifted_names,
+    numbers_among,
     refuse_uncompiled_module,
 )
 from .forward_bytes import forward_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "is_given_up",
     "lengths_alike",
     "lifted_names",
+    "numbers_among",
     "refuse_assignments",
     "refuse_uncompiled_module",
 ]

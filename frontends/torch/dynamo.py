@@ -30,6 +30,7 @@ __all__ = [
     "graph_name",
     "is_given_up",
     "lifted_names",
+    "numbers_among",
     "refuse_uncompiled_module",
 ]
 
@@ -75,6 +76,27 @@ def lifted_names(graph: fx.GraphModule) -> tuple[str | None, ...]:
         name = ".".join(_STEP.findall(source)) if _TENSOR.search(source) else None
         names.append(None if name in names else name)
     return tuple(names)
+
+
+def numbers_among(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """Makes the graph take each number that Dynamo hands over within a tensor as what it is.
+
+    Returns:
+        The indices of the arguments that are numbers, those of sizes that are left open among them, by their
+        placeholders.
+    """
+    places: dict[fx.Node, int] = {}
+    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        reads = [each for each in node.users if (each.op, each.target) == ("call_method", "item")]
+        if reads and len(reads) == len(node.users) and node.meta["grapharg"].pass_arg_as_tensor:
+            node.meta["example_value"] = reads[0].meta["example_value"]
+            for read in reads:
+                read.replace_all_uses_with(node)
+                graph.graph.erase_node(read)
+        if isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat):
+            places[node] = index
+    graph.recompile()
+    return places
 
 
 def _compiling() -> dict[str, Any] | None:
@@ -152,8 +174,8 @@ def capture_graph(
 
     Args:
         graph: The graph that Dynamo traced.
-        args: Its arguments in one call: tensors, and numbers for sizes that Dynamo left open. The capture
-            holds for these sizes.
+        args: Its arguments in one call: tensors, and numbers (see `numbers_among`), for which the capture
+            holds.
         names: The names of the parameters and buffers among them.
         stepwise: As in `capture`.
         time_limit: As there.

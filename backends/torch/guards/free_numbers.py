@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from ....ir.scalars import FUNCTIONS, Leaf, Operand, Scalar, leaves_of
 from .dynamo_call import Interpretation, TraceAnswers, interpret, is_number
 from .symbolic_numbers import Operation
 
-__all__ = ["NO_NUMBERS", "FreeNumbers", "free_numbers"]
+__all__ = ["NO_NUMBERS", "FreeNumbers", "free_numbers", "free_numbers_of_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,34 @@ def free_numbers(
     chosen = [_unspecial(leaf) if place in symbolic else leaf for place, leaf in enumerate(leaves)]
     found = interpret(module, chosen, tree, answers, symbolic)
     entering = None if found is None else _entering(found, {k: found.names[k] for k in symbolic})
-    by_text = {repr(each): each for each in entering or ()}  # 2 and 2.0 are equal, and are two operands
-    uses = Counter(map(repr, entering or ()))
-    return FreeNumbers(unread, tuple(by_text.values()), tuple(uses[text] for text in by_text))
+    return _counted(unread, entering or ())
+
+
+def free_numbers_of_graph(graph: fx.Graph, places: Mapping[fx.Node, int]) -> FreeNumbers:
+    """Finds the numbers among the arguments of a graph of Dynamo that decide nothing in it.
+
+    What they decided in the code that became the graph is a guard of Dynamo's, which has let the call pass.
+
+    Args:
+        graph: The graph.
+        places: The indices of the arguments that are numbers, by their placeholders.
+    """
+    operations = (Operation(node, node.args, node.kwargs) for node in graph.nodes)
+    _, entering, deciding = _followed(operations, {node: Leaf(place) for node, place in places.items()})
+    free = [leaves_of(each) for each in entering]
+    while more := frozenset[int]().union(*(each for each in free if each & deciding)) - deciding:
+        deciding |= more
+    used = frozenset[int]().union(deciding, *free)
+    return _counted(
+        frozenset(places.values()) - used, [each for each in entering if not leaves_of(each) & deciding]
+    )
+
+
+def _counted(unread: frozenset[int], entering: Iterable[Operand]) -> FreeNumbers:
+    """The numbers that are not read, and what operations take, each with the number of these operations."""
+    texts = [(repr(each), each) for each in entering]  # 2 and 2.0 are equal, and are two operands
+    uses = Counter(text for text, _ in texts)
+    return FreeNumbers(unread, tuple(dict(texts).values()), tuple(uses[text] for text in dict(texts)))
 
 
 def _unspecial(number: float) -> float:
@@ -100,28 +125,41 @@ def _entering(found: Interpretation, names: Mapping[int, str]) -> list[Operand] 
     """
     if found.symbols.decides or not all(_is_only_an_operand(found, name) for name in names.values()):
         return None
-    scalars: dict[fx.Node, Operand] = {}
-    entering: list[Operand] = []
     given = {f"L_{name}": Leaf(place) for place, name in names.items()}
-    for made in found.symbols.operations:
-        if made.node.op == "placeholder" and made.node.target in given:
-            scalars[made.node] = given[str(made.node.target)]
-            continue
-        operands = _nodes((made.args, made.kwargs), scalars)
-        if not operands:
-            continue
-        if not isinstance(made.node.meta.get("example_value"), SymInt | SymFloat):
-            if not _takes_scalars(made, scalars):
-                return None
-            entering += (scalars[each] for each in operands)
-            continue
-        scalar = _scalar(made, scalars)
-        if scalar is None:
-            return None
-        scalars[made.node] = scalar
+    nodes = (made.node for made in found.symbols.operations)
+    places = {node: given[node.target] for node in nodes if node.op == "placeholder" and node.target in given}
+    scalars, entering, deciding = _followed(found.symbols.operations, places)
     read = {id(part) for each in entering for part in _parts(each)}
     computed = (each for each in scalars.values() if isinstance(each, Scalar))
-    return entering if all(id(each) in read for each in computed) else None  # what is dropped may still raise
+    is_read = all(id(each) in read for each in computed)  # what is dropped may still raise
+    return entering if is_read and not deciding else None
+
+
+def _followed(
+    operations: Iterable[Operation], given: Mapping[fx.Node, Operand]
+) -> tuple[dict[fx.Node, Operand], list[Operand], frozenset[int]]:
+    """Follows numbers through a graph.
+
+    Returns:
+        What is computed from them; what of that operations of tensors take; and the numbers that may decide
+        how anything runs.
+    """
+    scalars = dict(given)
+    entering: list[Operand] = []
+    deciding: set[int] = set()
+    for made in operations:
+        operands = [scalars[each] for each in _nodes((made.args, made.kwargs), scalars)]
+        if not operands:
+            continue
+        is_scalar = isinstance(made.node.meta.get("example_value"), SymInt | SymFloat)
+        scalar = _scalar(made, scalars) if is_scalar else None
+        if scalar is not None:
+            scalars[made.node] = scalar
+        elif not is_scalar and _takes_scalars(made, scalars):
+            entering += operands
+        else:
+            deciding.update(*map(leaves_of, operands))
+    return scalars, entering, frozenset(deciding)
 
 
 def _parts(operand: Operand) -> Iterator[Operand]:

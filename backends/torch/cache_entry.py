@@ -124,8 +124,9 @@ class CacheEntry:
 
     def _type_in_call(self, index: int, static: Input) -> _Type:
         """Returns the type of an input when a call begins: the forward may switch its `requires_grad`."""
-        *type, requires_grad = _type_of(static)
-        return *type, requires_grad ^ (index in self.compiled.signature.switched)
+        shape, strides, dtype, device, requires_grad = _type_of(static)
+        requires_grad ^= index in self.compiled.signature.switched
+        return shape, strides, dtype, device, requires_grad
 
     def _inputs_that_share_memory(self) -> list[list[int]]:
         """Groups the inputs by storage, without parameters whose gradients are released.

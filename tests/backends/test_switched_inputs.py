@@ -116,7 +116,7 @@ def frozen_within(m: Any, x: Tensor) -> Tensor:
 
 
 def test_what_takes_requires_grad_away_is_refused_and_its_cure_trains() -> None:
-    module = model(frozen_within)
+    module: Any = model(frozen_within)
     with pytest.raises(irc.UnsupportedError, match=r"(?s)IRC338.*takes requires_grad from.*frozen_within"):
         irc.optimize(module, (torch.rand(5, 1),), "1MiB", costs="analytic")
     assert module.first.weight.requires_grad

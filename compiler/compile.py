@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from ..backends.torch import (
 )
 from ..backends.torch.guards.dynamo_call import TraceAnswers
 from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
+from ..backends.torch.guards.module_state import attribute, code_reads
 from ..frontends.torch import Captured, capture
 from ..ir import (
     BudgetError,
@@ -560,6 +561,8 @@ def emitted_call(
             plan,
             reserved=kept,
             names=names,
+            code_reads=code_reads(captured.code_names),
+            tensor_reads=tuple(_tensor_reads(captured, compiled.statics)),
             answers=TraceAnswers(captured.mode.compiling, captured.mode.exporting),
             free=free,
         ),
@@ -568,6 +571,14 @@ def emitted_call(
         captured,
         program,
     )
+
+
+def _tensor_reads(captured: Captured, statics: Sequence[Input]) -> Iterator[tuple[int, str, object]]:
+    """Yields the attributes of static inputs that the forward reads, with stand-ins of what they hold."""
+    places = {(entry.role, entry.target): index for index, entry in enumerate(statics)}
+    for role, target, name, value in captured.tensor_reads:
+        if (role, target) in places:
+            yield places[role, target], name, attribute({name: value}, name)
 
 
 def _optimizers(module: nn.Module, request: Request, names: Iterable[str]) -> dict[str, Optimizer]:

@@ -117,6 +117,8 @@ class Signature:
         assignments: The attributes that the forward changes.
         switched: The indices of the static inputs whose `requires_grad` the forward changes, as
             `x.requires_grad_()` does: in the graph they have it as the forward leaves it.
+        same: The arguments that are the same tensor as a static input and none of their own, as the forward
+            writes into it: the index among the tensors of the arguments, and that of the input.
     """
 
     in_tree: object
@@ -129,6 +131,7 @@ class Signature:
     branches: tuple[Branch, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     switched: frozenset[int] = frozenset()
+    same: tuple[tuple[int, int], ...] = ()
 
     @property
     def delivers_assigned(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot, Symbol
 from ...ir.scalars import evaluate, leaves_of
+from ...torch_support.overlaps import is_same_memory, overlap
 from ...torch_support.packed_weights import packed_weight
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
@@ -25,6 +26,7 @@ from .guards.guard_failure import (
     GuardFailure,
     attribute_failure,
     autocast_failure,
+    code_failure,
     constant_failure,
     generators_failure,
     nesting_failure,
@@ -33,7 +35,7 @@ from .guards.guard_failure import (
     state_failure,
     tensor_failure,
 )
-from .guards.module_state import Reads, attribute, has, is_equal
+from .guards.module_state import CodeWatch, Reads, attribute, has, is_equal
 from .refuse_wrappers import refuse_subclass
 
 __all__ = ["CacheEntry", "Explain", "check_tensor"]
@@ -61,6 +63,7 @@ class CacheEntry:
     def __init__(self, compiled: CompiledPlan, module: nn.Module) -> None:
         self.compiled = compiled
         self._reads = Reads({}, compiled.reads)
+        self._code = CodeWatch(compiled.code_reads)
         self._state = compiled.state
         """The state of the submodules that was last found to match."""
         self._inputs: list[Any] = []
@@ -92,11 +95,10 @@ class CacheEntry:
         self._counted = [each for each in compiled.signature.assignments if each.number is not None]
         self._found = {index: (table, name) for index, table, name, _ in self._module_inputs}
         self.shared = self._inputs_that_share_memory()
-        self.written = [
-            index
-            for index in compiled.program.written
-            if compiled.program.statics[index].role is InputRole.INPUT
-        ]
+        written = {k: compiled.program.statics[k].role is InputRole.INPUT for k in compiled.program.written}
+        self.written = [index for index, is_argument in written.items() if is_argument]
+        self._written_by_forward = [index for index, is_argument in written.items() if not is_argument]
+        """The buffers that are written."""
 
     def _add_input(self, index: int, static: Input, module: nn.Module) -> Tensor | None:
         """Records the source of an input in a call; returns the tensor if all calls have the same."""
@@ -242,6 +244,8 @@ class CacheEntry:
                 return partial(attribute_failure, path, attribute(held, each.name), each.before)
         if call.autocast != self.compiled.signature.autocast:
             return partial(autocast_failure, call.autocast, self.compiled.signature.autocast)
+        if (changed := self._code.differing()) is not None:
+            return partial(code_failure, *changed)
         return None if self._reads.holds(vars(call.root)) else self._check_attributes(call)
 
     def _check_attributes(self, call: CallKey) -> Explain | None:
@@ -253,7 +257,10 @@ class CacheEntry:
         return None
 
     def _check_sharing(self, inputs: Sequence[Tensor]) -> Explain | None:
-        """Checks that one storage has not become several, and that nothing shares memory that is written."""
+        """Checks that one storage has not become several, and that nothing shares memory that is written.
+
+        Parts of one tensor are planned together if they have no element in common: no other plan is made.
+        """
         for indices in self.shared:
             first = _address(inputs[indices[0]])
             for index in indices[1:]:
@@ -263,9 +270,19 @@ class CacheEntry:
             address = _address(inputs[written])
             together = next((indices for indices in self.shared if written in indices), [written])
             for index, other in enumerate(inputs):
-                if index not in together and other.numel() and _address(other) == address:
+                is_near = index != written and other.numel() and _address(other) == address
+                if is_near and (index not in together or overlap(inputs[written], other)):
+                    return partial(sharing_failure, self._names(written, index), shares=True)
+        if self._written_by_forward and self._arguments:
+            places = {_address(inputs[index]): index for index in self._written_by_forward}
+            for index, _, _ in self._arguments:
+                written = places.get(_address(inputs[index]))
+                if written is not None and inputs[index].numel() and not self._are_together(written, index):
                     return partial(sharing_failure, self._names(written, index), shares=True)
         return None
+
+    def _are_together(self, *indices: int) -> bool:
+        return any(set(indices) <= set(group) for group in self.shared)
 
     # ------------------------------------------------------------------ binding
 
@@ -294,6 +311,14 @@ class CacheEntry:
             return explain
         for index, argument, _ in self._arguments:
             inputs[index] = call.tensors[argument]
+        for argument, index in self.compiled.signature.same:
+            if not is_same_memory(call.tensors[argument], inputs[index]):
+                names = f"input {argument}", _name(self.compiled.program.statics[index])
+                return partial(sharing_failure, names, shares=False)
+        for index, name, wanted in self.compiled.tensor_reads:
+            if not has(held := vars(inputs[index]), ((name, wanted),)):
+                path = f"{_name(self.compiled.program.statics[index])}.{name}"
+                return partial(attribute_failure, path, attribute(held, name), wanted)
         if failure := self._check_sharing(inputs):
             return failure
         if self._generators or self.compiled.program.generators:

@@ -20,7 +20,7 @@ from ...torch_support.pytree import flatten
 from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import NO_NUMBERS, FreeNumbers
-from .guards.module_state import Attributes, State, differing_modules
+from .guards.module_state import Attributes, CodeReads, State, differing_modules
 from .length_range import LengthRange
 from .program import Program
 
@@ -50,6 +50,9 @@ class CompiledPlan:
         state: The modes and settings of the submodules that it was planned for; none stands for those that
             the module has when the plan is bound to it.
         names: The attributes that capture read of each module; if it is empty, all settings count.
+        code_reads: The attributes of classes, and the globals, that the forward's code names.
+        tensor_reads: The attributes of arguments, parameters and buffers that the forward reads: the index
+            among the static inputs, the name, and the stand-in of what is held there.
         constants_bytes: The bytes of other plans' constants that its peak counts.
         reason: The call that it was made for, in words.
         attribute_paths: The paths in the module of tensors that are constants of the program, and of its
@@ -70,6 +73,8 @@ class CompiledPlan:
     reads: Attributes = ()
     state: State = ()
     names: Names = ()
+    code_reads: CodeReads = ()
+    tensor_reads: tuple[tuple[int, str, object], ...] = ()
     constants_bytes: int = 0
     reason: str = "the example arguments"
     attribute_paths: Mapping[str, AttributePath] | None = None

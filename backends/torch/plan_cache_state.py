@@ -55,7 +55,9 @@ class PlanCacheState:
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
         known["compiled_plans"] = tuple(
-            each for each in self.compiled_plans if _why_not((each.state, each.reads)) is None
+            each
+            for each in self.compiled_plans
+            if _why_not((each.state, each.reads, each.code_reads, each.tensor_reads)) is None
         )
         why_not = _why_not(self.request)
         if why_not is not None:

@@ -37,6 +37,7 @@ from ...ir import (
     Delivery,
     EagerMemory,
     Graph,
+    Input,
     InputRole,
     IrcError,
     Origin,
@@ -49,6 +50,7 @@ from ...ir import (
     print_graph,
 )
 from ...torch_support.autocast import autocast_state
+from ...torch_support.code_names import CodeNames
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .assignments import unkept_attributes
@@ -73,6 +75,7 @@ from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
 from .roundings import roundings
 from .state import State
+from .tensor_attributes import TensorAttributes, TensorReads, refuse_attributes_of_results
 from .tensor_writes import TensorWrites
 from .tracer import (
     DECOMPOSITIONS,
@@ -101,6 +104,8 @@ class Captured:
         eager: The memory of the step as it is written; None if it is not known.
         mode: The mode in which the module was traced.
         generators: The user's generators that it draws from, by their names in the graph.
+        code_names: The attributes of classes, and the globals, that its code names.
+        tensor_reads: The attributes of arguments, parameters and buffers that its code reads.
     """
 
     graph: Graph
@@ -111,6 +116,8 @@ class Captured:
     eager: EagerMemory | None = None
     mode: TraceMode = TRACE_MODES[0]
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
+    code_names: CodeNames = ()
+    tensor_reads: TensorReads = ()
 
 
 class _Flat(nn.Module):
@@ -133,6 +140,7 @@ class _Flat(nn.Module):
         self.tree = tree
         self.state = State(module)
         self.leaves = [self.state.generators.leaf(leaf) for leaf in leaves]
+        self.attributes = TensorAttributes(module, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self.tied = TiedParameters(module)
         self.result_leaves: list[Any] = []
         self.result_tree: pytree.TreeSpec | None = None
@@ -158,7 +166,7 @@ class _Flat(nn.Module):
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         refusing = refusing_writes((args, kwargs)), self.state.generators.refusing_seeds()
-        with refusing[0], refusing[1], self.packed.standing_in():
+        with refusing[0], refusing[1], self.packed.standing_in(), self.attributes.shown(tensors):
             return self.module.forward(*args, **kwargs)
 
     def run(self, *tensors: Tensor) -> Any:
@@ -176,6 +184,7 @@ class _Flat(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         result = self.run(*tensors)
         self.result_leaves, self.result_tree = flattened(result)
+        refuse_attributes_of_results(self.result_leaves)
         if self.losses == (None,):
             self.assume_loss(result)
         if self.unused is None:
@@ -430,6 +439,7 @@ def _captured(
         ),
         assignments=flat.assignments,
         switched=frozenset(_switched(graph, module, tensors)),
+        same=tuple(_same(graph, module, tensors)),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
@@ -445,16 +455,41 @@ def _captured(
         eager,
         flat.mode,
         {name: generators.originals[name] for name in graph.generators},
+        flat.state.code_names(),
+        flat.attributes.reads,
     )
 
 
 def _switched(graph: Graph, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[int]:
     """Yields the indices of the inputs whose `requires_grad` the forward has changed."""
-    held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    for index, entry in enumerate(each for each in graph.inputs if each.role is not InputRole.TANGENT):
-        tensor = tensors[int(entry.target)] if entry.role is InputRole.INPUT else held.get(entry.target)
+    for index, (entry, tensor) in enumerate(_static_tensors(graph, module, tensors)):
         if tensor is not None and tensor.requires_grad is not entry.requires_grad:
             yield index
+
+
+def _static_tensors(
+    graph: Graph, module: nn.Module, tensors: Sequence[Tensor]
+) -> Iterator[tuple[Input, Tensor | None]]:
+    """Yields the static inputs with the tensors that they are in the call; None for constants."""
+    held = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for entry in graph.inputs:
+        if entry.role is InputRole.INPUT:
+            yield entry, tensors[int(entry.target)]
+        elif entry.role is not InputRole.TANGENT:
+            yield entry, held.get(entry.target) if entry.role is not InputRole.CONSTANT else None
+
+
+def _same(graph: Graph, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yields the arguments that are no inputs of the graph, each with the input that is the same tensor."""
+    taken = {int(entry.target) for entry in graph.inputs if entry.role is InputRole.INPUT}
+    statics = list(_static_tensors(graph, module, tensors))
+    for argument in sorted(set(range(len(tensors))) - taken):
+        for index, (_, tensor) in enumerate(statics):
+            if tensor is tensors[argument]:
+                yield argument, index
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:

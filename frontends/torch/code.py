@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections import OrderedDict, deque
@@ -10,12 +11,13 @@ from typing import Any, cast
 
 from torch import nn
 
+from ...torch_support.code_names import CodeNames, GlobalTable
 from ...torch_support.containers import CONTAINERS
 from ...torch_support.inspectable import is_inspectable, is_of_library
 from .closures import closed_over
-from .object_graph import HeldObject, class_items, is_closed, walk_from
+from .object_graph import HeldObject, class_items, is_closed, is_plain, walk_from
 
-__all__ = ["code_reach"]
+__all__ = ["code_names", "code_reach"]
 
 _ALL_NAMES = frozenset({"globals", "vars"})
 """A function that names one of these may use any name of its file."""
@@ -46,10 +48,27 @@ def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]
         module: The module.
         own: The objects that its attributes lead to: methods of these objects are code, too.
     """
+    return _reach(module, own)[1]
+
+
+def code_names(module: nn.Module, own: Iterable[HeldObject]) -> CodeNames:
+    """Returns the attributes of classes, and the numbers and texts among globals, that a module's code names.
+
+    The module's own classes are left out.
+
+    Args:
+        module: The module.
+        own: As of `code_reach`.
+    """
+    return tuple(_reach(module, own)[0].reads())
+
+
+def _reach(module: nn.Module, own: Iterable[HeldObject]) -> tuple[_Code, list[HeldObject]]:
+    """Returns the code of a module, and what it leads to."""
     children = list(module.modules())
     kinds = {kind: None for child in children for kind in type(child).__mro__ if not is_closed(kind)}
     found = [HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in kinds]
-    code = _Code()
+    code = _Code(kinds)
     code.follow(kinds, 0)
     for child in children:
         held = list(vars(child).values())
@@ -64,16 +83,24 @@ def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]
         reached = walk_from(roots)
         code.follow(_code_in([*roots, *reached]), 1)
         if code.size == known:
-            return roots + reached
+            return code, roots + reached
 
 
 class _Code:
-    """Functions that were found, with the globals that they name and the cells of their closures.
+    """Functions that were found, with the globals and classes that they name and the cells of their closures.
 
     A method of a class counts if a function names it (some method of that name, whatever the class).
+
+    Args:
+        kinds: The classes of modules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._kinds = frozenset(kinds)
+        self._classes: dict[type, None] = {}
+        """The other classes."""
+        self._read: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        """Tables of globals, with the names by which functions read them."""
         self._tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._cells: dict[int, tuple[str, types.CellType]] = {}
         self._named = set[str](_ENTRIES)
@@ -84,19 +111,33 @@ class _Code:
 
     @property
     def size(self) -> int:
-        """The number of cells and globals that were found."""
-        return len(self._cells) + sum(len(names & table.keys()) for table, names in self._tables.values())
+        """The number of cells, classes and globals that were found."""
+        return (
+            len(self._cells)
+            + len(self._classes)
+            + sum(len(names & table.keys()) for table, names in self._tables.values())
+        )
 
     def holders(self) -> list[HeldObject]:
-        """The cells that hold something, and the tables of globals."""
+        """The cells that hold something, the classes and the tables of globals."""
         cells = [
             HeldObject(name, cell, {"": cell.cell_contents}, is_own=False)
             for name, cell in self._cells.values()
             if _is_filled(cell)
         ]
-        return cells + [
+        classes = [HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in self._classes]
+        return [*cells, *classes] + [
             HeldObject.of_globals(table, tuple(sorted(names))) for table, names in self._tables.values()
         ]
+
+    def reads(self) -> Iterator[tuple[type | GlobalTable, tuple[str, ...]]]:
+        """Yields the classes and tables with the names of what functions may read of them."""
+        for kind in self._classes:
+            if names := tuple(name for name in class_items(kind) if name in self._named):
+                yield kind, names
+        for table, names in self._read.values():
+            if plain := tuple(sorted(name for name in names if name in table and is_plain(table[name]))):
+                yield GlobalTable(str(table.get("__name__")), table), plain
 
     def follow(self, values: Iterable[Any], level: int) -> None:
         """Notes the functions that these values are, and those that these name.
@@ -121,8 +162,12 @@ class _Code:
             return
         self._seen[id(kind)] = level
         for each in kind.__mro__:
+            if not is_closed(each) and each not in self._kinds:
+                self._classes[each] = None
             for name, value in () if is_closed(each) else list(vars(each).items()):
-                if type(value) is types.FunctionType or type(value) in _WRAPPERS:
+                if isinstance(value, type):
+                    yield value, level, file
+                elif type(value) is types.FunctionType or type(value) in _WRAPPERS:
                     if name in self._named or name.startswith("__"):
                         yield value, level, file
                     else:
@@ -144,7 +189,30 @@ class _Code:
             names |= set(table)
         names = {name for name in names if not name.startswith("__")}
         self._tables.setdefault(id(table), (table, set()))[1].update(names)
-        yield from ((table[name], level, id(table)) for name in sorted(names) if name in table)
+        self._read.setdefault(id(table), (table, set()))[1].update(_globals_in(function.__code__))
+        values = [table[name] for name in sorted(names) if name in table]
+        yield from ((value, level, id(table)) for value in values)
+        for module in values:
+            if type(module) is types.ModuleType and not is_of_library(module.__name__):
+                yield from self._of_module(module, names, level + 1)
+
+    def _of_module(
+        self, module: types.ModuleType, names: set[str], level: int
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Notes what a function names of a module that is a global of its file, as a file of settings is."""
+        table = vars(module)
+        found = {name for name in names if name in table}
+        for tables in (self._tables, self._read):
+            tables.setdefault(id(table), (table, set()))[1].update(found)
+        yield from ((table[name], level, id(table)) for name in sorted(found))
+
+
+@functools.lru_cache(maxsize=16384)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function and those inside of it read."""
+    inside = [_globals_in(each) for each in code.co_consts if type(each) is types.CodeType]
+    reads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(str(each.argval) for each in reads).union(*inside)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

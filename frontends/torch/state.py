@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 from ...ir import THROUGH_DYNAMO, Assignment, UnsupportedError
 from ...ir.scalars import Leaf
 from ...torch_support.attribute_reads import AttributeReads, recording_attribute_reads
+from ...torch_support.code_names import CodeNames
 from ...torch_support.object_graph import ABSENT
 from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .assignments import unkept_attributes
 from .closures import closed_over
-from .code import code_reach
+from .code import code_names, code_reach
 from .counters import Counter, CounterReadError
 from .fixups.function_caches import caches_of, forget_traced
 from .generators import Generators, is_torch_generator
@@ -182,6 +183,10 @@ class State:
     def _holders(self) -> list[HeldObject]:
         own = own_reach(self.module, _excused)
         return [*own, *code_reach(self.module, own)]
+
+    def code_names(self) -> CodeNames:
+        """Returns the attributes of classes, and the globals, that the module's code names."""
+        return code_names(self.module, own_reach(self.module, _excused))
 
     def may_count(self) -> bool:
         """Lets numbers that a run changed be unknown in the next, if that is all that it was refused for."""

@@ -23,6 +23,7 @@ __all__ = [
     "GuardFailure",
     "attribute_failure",
     "autocast_failure",
+    "code_failure",
     "constant_failure",
     "nesting_failure",
     "packed_failure",
@@ -82,9 +83,9 @@ def constant_failure(name: str, now: object, planned: object) -> GuardFailure:
     """Describes an argument that has another value than planned, or that is a tensor on one side only.
 
     A call cannot be planned if its argument cannot be recognized again: an object that equals only itself, a
-    function, a NaN.
+    function.
     """
-    is_known: bool = is_plain(now) and not isinstance(now, FunctionType) and bool(now == now)
+    is_known = is_plain(now) and not isinstance(now, FunctionType)
     is_number = isinstance(now, int | float) and not isinstance(now, bool)
     advice = "pass it as a tensor" if is_number else ""
     return GuardFailure(
@@ -210,6 +211,18 @@ def attribute_failure(name: str, now: object, planned: object) -> GuardFailure:
         f"{differing(planned, now)} is now {differing(now, planned)}",
         "call irc.optimize again",
         changing=f"attribute {name!r}",
+        advice="hold it in a buffer",
+    )
+
+
+def code_failure(name: str, now: object, planned: object) -> GuardFailure:
+    """Describes an attribute of a class, or a global, that the forward's code names and that has changed."""
+    return GuardFailure(
+        "IRC507",
+        f"{name}, which the forward's code names, has changed since the plan: "
+        f"{differing(planned, now)} is now {differing(now, planned)}",
+        "call irc.optimize again",
+        changing=name,
         advice="hold it in a buffer",
     )
 

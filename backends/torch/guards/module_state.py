@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ....torch_support.attribute_reads import Names
+from ....torch_support.code_names import CodeNames, GlobalTable, items_of
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
 from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
@@ -22,11 +23,14 @@ from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
 __all__ = [
     "ABSENT",
     "Attributes",
+    "CodeReads",
+    "CodeWatch",
     "Kind",
     "ModuleState",
     "Reads",
     "State",
     "attribute",
+    "code_reads",
     "differing_modules",
     "has",
     "is_equal",
@@ -117,6 +121,48 @@ class Reads:
         """Whether the attributes in `held` are the same objects."""
         compared = self._compared
         return compared.are_same(held) and has(held, compared.others) and self._watch.holds()
+
+
+CodeReads = tuple[tuple[type | GlobalTable, Attributes], ...]
+"""Classes and tables of globals that code names, with what they held when a call was planned."""
+
+
+def code_reads(names: CodeNames) -> CodeReads:
+    """Returns what classes and tables of globals hold."""
+    known: StandIns = {}
+    return tuple(
+        (owner, tuple((name, attribute(items_of(owner), name, known)) for name in each))
+        for owner, each in names
+    )
+
+
+class CodeWatch:
+    """A check that classes and globals hold what they held, by identity first.
+
+    Args:
+        reads: What they are to hold.
+    """
+
+    def __init__(self, reads: CodeReads) -> None:
+        self._reads = reads
+        self._watch: Watch | None = None
+        """Watches them once they were found to be the same."""
+
+    def differing(self) -> tuple[str, object, object] | None:
+        """Returns the first one that differs: its path, what it is, and what it was; None if none does."""
+        if self._watch is not None and self._watch.holds():
+            return None
+        for owner, attributes in self._reads:
+            for name, wanted in attributes:
+                now = attribute(items_of(owner), name)
+                if not _is_same(now, wanted):
+                    path = owner.name if isinstance(owner, GlobalTable) else owner.__qualname__
+                    return f"{path}.{name}", now, wanted
+        self._watch = Watch(())
+        for owner, attributes in self._reads:
+            names = [name for name, wanted in attributes if wanted is not ABSENT]
+            self._watch.add_table(items_of(owner), names)
+        return None
 
 
 class _Row:

@@ -38,7 +38,7 @@ Larger containers are compared by their number of items, larger arrays by their 
 """
 _MOST_EXACT = 4096
 """The most items of lists and dicts that are compared by identity in each step; see `Watch`."""
-_PLAIN = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType)
+_PLAIN = (*PLAIN, np.generic, type, types.FunctionType, types.BuiltinFunctionType)
 _COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _ON_SAVING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 """The attributes that transformers writes into a configuration when it saves it."""
@@ -75,23 +75,27 @@ def is_plain(value: object) -> bool:
 def is_same(a: object, b: object) -> bool:
     """Whether two values, or stand-ins, are equal and their numbers of one class and sign.
 
-    What computes with `1` and `1.0`, or `0.0` and `-0.0`, may give other results.
+    What computes with `1` and `1.0`, or `0.0` and `-0.0`, may give other results. One NaN is as any other.
     """
     if a is b:
         return True
-    if type(a) is not type(b) or not bool(a == b):
+    if type(a) is not type(b):
         return False
     match a, b:
         case tuple(), tuple():
-            return all(map(is_same, a, b))
+            return len(a) == len(b) and all(map(is_same, a, b))
         case dict(), dict():
-            return all(is_same(value, b[key]) for key, value in a.items())
+            return a.keys() == b.keys() and all(is_same(value, b[key]) for key, value in a.items())
         case Content(), Content():
-            return is_same(a.items, b.items)
+            return a.name == b.name and is_same(a.items, b.items)
         case ((float() | complex()), _):
             return repr(a) == repr(b)
+        case (np.generic(), np.generic()):
+            return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        case (slice(), slice()):
+            return is_same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
         case _:
-            return True
+            return bool(a == b)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,8 +174,6 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
         if content is None:
             return None
         return [("type", str(value.dtype)), ("shape", value.shape), ("values", content)]
-    if issubclass(kind, np.generic):
-        return [("type", str(value.dtype)), ("value", value.tobytes())]
     return _attributes(value) if is_inspectable(kind) else None
 
 

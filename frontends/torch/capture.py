@@ -66,6 +66,7 @@ from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
+from .global_settings import GlobalSettings
 from .known_values import known_values
 from .length_conditions import Axes, SymbolicLength
 from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
@@ -178,6 +179,7 @@ class _Flat(nn.Module):
             self.tied.as_one(),
             known_values(self.lengths),
             TensorWrites(self.parts),
+            GlobalSettings(),
         ):
             return self.call(*tensors)
 

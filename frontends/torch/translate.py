@@ -276,6 +276,11 @@ class _Translator:
         place = next((k for k, a in enumerate(operands) if a in self.drawn_from), len(operands))
         names = (each.name for each in node.target._schema.arguments[place : len(arguments)])
         arguments, keywords = arguments[:place], (*zip(names, arguments[place:], strict=True), *keywords)
+        if (dtype := _own_default(node)) is not None:
+            keywords = (
+                *((k, v) for k, v in keywords if k != "dtype"),
+                ("dtype", self._argument(dtype, node)),
+            )
         made = Node(
             name=node.name,
             op=str(node.target),
@@ -595,6 +600,16 @@ def _needed(results: Iterable[object]) -> set[fx.Node]:
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found
+
+
+def _own_default(node: fx.Node) -> torch.dtype | None:
+    """Returns the dtype of what a factory makes, if the forward has set another default for it meanwhile."""
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or node.all_input_nodes or node.kwargs.get("dtype") is not None:
+        return None
+    takes_dtype = any(argument.name == "dtype" for argument in node.target._schema.arguments)  # pyright: ignore
+    is_other = made.dtype.is_floating_point and made.dtype is not torch.get_default_dtype()
+    return made.dtype if takes_dtype and is_other else None
 
 
 def unknown_object(what: str, at: Location | None) -> UnsupportedError:

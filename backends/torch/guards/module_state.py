@@ -205,6 +205,14 @@ def _own_classes(modules: Iterable[nn.Module]) -> list[type]:
     return [kind for kind in kinds if not is_of_library(kind.__module__)]
 
 
+def _of_torch() -> Attributes:
+    """Returns the global settings of torch that code reads, torch's own functions included."""
+    return (
+        ("torch.get_default_dtype()", torch.get_default_dtype()),
+        ("torch.are_deterministic_algorithms_enabled()", torch.are_deterministic_algorithms_enabled()),
+    )
+
+
 def _class_attributes(kind: type) -> list[str]:
     """Returns the names in a class body that are not methods, descriptors or classes."""
     return [
@@ -226,8 +234,8 @@ class ModuleState:
 
     Attributes:
         names: The names of the modules, the root ("") first.
-        state: The type and the settings of each module. The root's entry has its mode, torch's default type
-            and the attributes of the modules' classes.
+        state: The type and the settings of each module. The root's entry has its mode, settings of
+            torch and the attributes of the modules' classes.
         submodules: All modules but the root.
         ignored: The attributes that do not count.
     """
@@ -246,7 +254,7 @@ class ModuleState:
             _Settings(module, known, self.ignored.get(name, frozenset()))
             for name, module in zip(self.names[1:], self.submodules, strict=True)
         ]
-        self._training, self._dtype = root.training, torch.get_default_dtype()
+        self._training, self._of_torch = root.training, _of_torch()
         self._watch = Watch(value for each in self._settings for value in each.compared.values)
         of_classes: list[tuple[str, object]] = []
         for kind in _own_classes(named.values()):
@@ -255,7 +263,7 @@ class ModuleState:
                 self._watch.add_table(held, names)
                 class_name = f"{kind.__module__}.{kind.__qualname__}"
                 of_classes += [(f"{class_name}.{name}", attribute(held, name, known)) for name in names]
-        plain = (("training", root.training), ("torch.get_default_dtype()", self._dtype))
+        plain = (("training", root.training), *self._of_torch)
         of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
         self.state: State = (of_root, *((each.kind, each.all) for each in self._settings))
 
@@ -280,7 +288,7 @@ class ModuleState:
         The answer may be no if a value was replaced by an equal one: a new `ModuleState` then has an equal
         `state`.
         """
-        if root.training is not self._training or torch.get_default_dtype() is not self._dtype:
+        if root.training is not self._training or _of_torch() != self._of_torch:
             return False
         for each in self._settings:
             if len(each.held) != each.count or type(each.module) is not each.kind:

@@ -68,7 +68,7 @@ class Model:
 
 
 _OCR, _OCR_6 = "rapidocr_onnxruntime/models", "rapidocr/models"
-_VAD = "silero_vad/data"
+_VAD, _MOS = "silero_vad/data", "speechmos"
 _STATE = {"input": (8, 576), "state": (2, 8, 128)}
 MODELS = (
     Model(
@@ -83,6 +83,7 @@ MODELS = (
     Model(
         "magika==1.0.3", "magika/models/standard_v3_3/model.onnx", {"bytes": (4, 2048)}, high={"bytes": 256}
     ),
+    Model("faster-whisper==1.2.1", "faster_whisper/assets/silero_vad_v6.onnx", {"input": (8, 576)}),
     Model("nudenet==3.4.2", "nudenet/320n.onnx", {"images": (1, 3, 320, 320)}),
     Model("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", {"input_1": (4, 24)}, high={"input_1": 40}),
     Model(
@@ -115,6 +116,18 @@ MODELS = (
         f"{_VAD}/silero_vad_op18_ifless.onnx",
         _STATE,
         {"sr": 16000},
+    ),
+    Model(
+        "speechmos==0.0.1.1",
+        f"{_MOS}/aecmos_models/Run_1668423760_Stage_0.onnx",
+        {"input": (1, 3, 64, 160), "h0": (4, 1, 96)},
+    ),
+    Model("speechmos==0.0.1.1", f"{_MOS}/dnsmos_models/model_v8.onnx", {"input_1": (2, 900, 120)}),
+    Model("speechmos==0.0.1.1", f"{_MOS}/dnsmos_models/sig_bak_ovr.onnx", {"input_1": (1, 144160)}),
+    Model(
+        "speechmos==0.0.1.1",
+        f"{_MOS}/plcmos_models/plcmos_v2.onnx",
+        {"degraded_audio": (1, 1, 128, 257), "rater_embed": (1, 64)},
     ),
 )
 """Ordinary models that people hold as ONNX files: of speech, documents, images, bytes and music."""
@@ -319,7 +332,8 @@ def _from_onnxruntime(module: OnnxModule, model: Model, path: Path, inputs: Sequ
     options = ort.SessionOptions()
     options.log_severity_level = 4
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    types = {value.name: np.int64 if "int64" in value.type else np.int32 for value in session.get_inputs()}
+    kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(float)": np.float32}
+    types = {value.name: kinds[value.type] for value in session.get_inputs()}
     feed = {name: x.numpy() for (name, _, _), x in zip(module.input_specs, inputs, strict=True)}
     feed |= {name: np.asarray(value, types[name]) for name, value in model.constants.items()}
     expected: Sequence[Any] = session.run(None, feed)

@@ -229,6 +229,8 @@ class Plan:
 
     @property
     def _costs(self) -> str:
+        if self.costs.startswith("analytic"):
+            return f"costs {self.costs} (bounds, not measured)"
         untimed = " (workspaces; nothing is computed twice, so that no time matters)"
         return f"costs {self.costs}{untimed if self.step_seconds is None else ''}"
 

@@ -367,7 +367,8 @@ def _explained(node: Node) -> Generator[None]:
             "IRC411",
             f"{node.op} cannot be measured by itself: {str(error).splitlines()[0]}",
             at=node.at,
-            help='plan with analytic costs (costs="analytic", --costs analytic)',
+            help='plan with analytic costs (costs="analytic", --costs analytic): bounds of workspaces that '
+            "nothing measures, so that the peak is no promise",
         ) from error
 
 
@@ -381,6 +382,10 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
         return lambda: compiled([*made])
     operation = function_of(op)
     tensors = dict(zip(node.operands, made, strict=True))
+    if op == _BAGS_BACKWARD and given is None:  # takes most where no bag is empty
+        sizes = node.arguments[4]
+        assert isinstance(sizes, Value)
+        tensors[sizes].fill_(1)
 
     def given_for(argument: Value | Symbol) -> Any:
         is_tensor = isinstance(argument, Value)
@@ -389,6 +394,9 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     arguments = [to_torch(argument, given_for) for argument in node.arguments]
     keywords = {key: to_torch(argument, given_for) for key, argument in node.own_keywords}
     return lambda: operation(*arguments, **keywords)
+
+
+_BAGS_BACKWARD = "aten._embedding_bag_backward.default"
 
 
 def made_up(type: TensorType) -> Tensor:

@@ -16,6 +16,7 @@ from torch._C import DispatchKey
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
+import irc
 from irc.frontends.torch import capture
 from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
 from irc.frontends.torch.fixups.meta_kernels import composites_on_meta
@@ -317,3 +318,52 @@ def test_a_transform_inside_a_model_finds_torchs_rules() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+# ---------------------------------------------------------------------- sizes
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "weights": lambda: nn.InstanceNorm1d(8, affine=True),
+    "statistics": lambda: nn.BatchNorm1d(8, affine=False),
+    "neither": lambda: nn.InstanceNorm1d(8),
+    "groups": lambda: nn.GroupNorm(2, 8),
+    "no bias": lambda: nn.LayerNorm(6, bias=False),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_half_precision_save_what_their_operands_are(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(8, 8, 1, groups=8), NORMS[name]())
+    x = torch.randn(4, 8, 6)
+    original = copy.deepcopy(module)
+    with torch.autocast("cpu", dtype):
+        plan = irc.optimize(module, (x,), "100%", loss=_mean_square)  # each operation runs to be measured
+        _mean_square(plan(x)).backward()
+        _mean_square(original(x)).backward()
+        peak_bytes = irc.measured_peak_bytes(plan, (x,), loss=_mean_square)
+    assert all(map(torch.equal, _gradients(module), _gradients(original)))
+    assert 0 <= plan.plan.peak_bytes - peak_bytes <= 64
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_bags_of_embeddings_take_the_memory_of_the_kernel(mode: Any, is_closed: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.EmbeddingBag(10, 16, mode=mode, include_last_offset=is_closed)
+    args = torch.arange(24) % 10, torch.arange(0, 24 + is_closed, 3)
+    original = copy.deepcopy(module)
+    plan = irc.optimize(module, args, "100%", loss=_mean_square)
+    _mean_square(plan(*args)).backward()
+    _mean_square(original(*args)).backward()
+    assert all(map(torch.equal, _gradients(module), _gradients(original)))
+    assert 0 <= plan.plan.peak_bytes - irc.measured_peak_bytes(plan, args, loss=_mean_square) <= 64
+
+
+def _mean_square(y: Tensor) -> Tensor:
+    return y.float().square().mean()
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]

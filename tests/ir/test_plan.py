@@ -109,7 +109,7 @@ def test_the_summary_in_words() -> None:
        in flight  1 forward: its backward comes before the next forward
         overhead  25.00% of the step's time, bound 20.00%: at most 4.17% from optimal
  smallest budget  2.5 GiB (2,684,354,560 bytes)
-        strategy  ilp, costs analytic:cpu, planned in 1.3 s"""
+        strategy  ilp, costs analytic:cpu (bounds, not measured), planned in 1.3 s"""
     )
     assert "bound 20.00%: proved optimal" in replace(PLAN, proven_optimal=True).summary()
 

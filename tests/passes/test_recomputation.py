@@ -242,7 +242,7 @@ schedule {
 within the budget, plan with accumulate_gradients=True
         overhead  4.35% of the step's time, bound 4.35%: proved optimal
  smallest budget  1020 B (1,020 bytes)
-        strategy  min-cut, costs analytic:test, planned in 0.0 s"""
+        strategy  min-cut, costs analytic:test (bounds, not measured), planned in 0.0 s"""
     )
     header, row, last = result.plan.explain().splitlines()
     assert header.split() == ["storage", "made", "by", "size", "action", "reason", "where"]

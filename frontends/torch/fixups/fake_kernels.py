@@ -216,30 +216,49 @@ _LAYOUTS: tuple[tuple[Any, _Layout, int], ...] = (
 """Operations whose layout on the CPU torch's rules miss, with the layout and how many results have it."""
 
 _NORMS = (
-    (_aten.native_layer_norm.default, 2),
-    (_aten.native_group_norm.default, 1),
-    (_aten.native_batch_norm.default, 1),
-    (_aten._native_batch_norm_legit.default, 1),
-    (_aten._native_batch_norm_legit_functional.default, 1),
+    _aten.native_layer_norm.default,
+    _aten.native_group_norm.default,
+    _aten.native_batch_norm.default,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_functional.default,
 )
-"""Norms, with the place of their weight among the arguments."""
 
 
-def _mixed(operation: Any, place: int) -> Callable[..., Any]:
-    """The statistics that the CPU's kernel saves of an input in half precision are of the weight's type."""
+def _mixed(operation: Any) -> Callable[..., Any]:
+    """The statistics that the CPU's kernel saves of an input in half precision are of its operands' type.
+
+    These are weight, bias and running statistics, as far as it has them.
+    """
     layouts = {each: (strides, count) for each, strides, count in _LAYOUTS}
     rule = _relaid(operation, *layouts[operation]) if operation in layouts else _of_torch(operation)
 
-    def mixed(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-        results = rule(mode, _, *args, **kwargs)
-        weight = args[place] if len(args) > place else None
-        if not isinstance(weight, Tensor) or weight.device.type != "cpu" or weight.dtype == args[0].dtype:
+    def mixed(mode: Any, _: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+        results = rule(mode, _, data, *args, **kwargs)
+        dtype = next((each.dtype for each in args if isinstance(each, Tensor)), data.dtype)
+        if data.device.type != "cpu" or dtype == data.dtype:
             return results
         with mode:
-            saved = (torch.empty_like(result, dtype=weight.dtype) for result in results[1:3])
+            saved = (torch.empty_like(result, dtype=dtype) for result in results[1:3])
             return (results[0], *saved, *results[3:])
 
     return mixed
+
+
+def _bags(operation: Any) -> Callable[..., Any]:
+    """The CPU's kernel makes the bags of indices, and the sizes of bags, one longer than what it returns."""
+    rule = operation.py_kernels[torch._C.DispatchKey.Meta]
+
+    def bags(mode: Any, _: Any, weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any) -> Any:
+        with mode:
+            result, bag_of_index, sizes, maxima = rule(weight, indices, offsets, *args)
+            if weight.device.type == "cpu":
+                if bag_of_index.numel():
+                    bag_of_index = bag_of_index.new_empty(indices.numel() + 1)[:-1]
+                sizes = sizes.new_empty(offsets.numel())[: sizes.numel()]
+            return result, bag_of_index, sizes, maxima
+
+    return bags
 
 
 def _of_torch(operation: Any) -> Callable[..., Any]:
@@ -327,10 +346,13 @@ _ATTENTIONS = (
     _aten._scaled_dot_product_cudnn_attention.default,
 )
 
+_BAGS = (_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)
+
 _RULES: dict[Any, Callable[..., Any]] = {
     **{operation: _attention(operation) for operation in _ATTENTIONS},
     **{operation: _relaid(operation, strides, count) for operation, strides, count in _LAYOUTS},
-    **{operation: _mixed(operation, place) for operation, place in _NORMS},
+    **{operation: _mixed(operation) for operation in _NORMS},
+    **{operation: _bags(operation) for operation in _BAGS},
     _COL2IM: _col2im,
     _aten.index.Tensor: _index,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,

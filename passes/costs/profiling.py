@@ -42,7 +42,7 @@ from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events, run_beside_sessions
 from .machines import machine_named
 from .no_workspace import takes_none
-from .table import Costs, StepCost, analytic_costs, signature
+from .table import Costs, StepCost, analytic_costs, shared_operands, signature
 
 __all__ = [
     "Level",
@@ -376,7 +376,7 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     """Returns an operation, ready to run on tensors for its operands: on made-up ones if none are given."""
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
-    made = given or [made_up(value.type) for value in node.operands]
+    made = given or _operands(node)
     if op == FUSED:
         compiled = kernel(Kernel.of(node).text)
         return lambda: compiled([*made])
@@ -399,18 +399,44 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
 _BAGS_BACKWARD = "aten._embedding_bag_backward.default"
 
 
+def _operands(node: Node) -> list[Tensor]:
+    """Makes tensors for the operands of an operation; those that share a storage share one here.
+
+    They lie behind one another if the storage has room for that. Else they overlap, and begin together.
+    """
+    tensors: dict[Value, Tensor] = {}
+    for values in shared_operands(node):
+        types, storage = [value.type for value in values], values[0].storage
+        reaches = [_reach(type) for type in types]
+        is_apart = sum(reaches) * types[0].dtype.itemsize <= storage.nbytes
+        starts = [0, *accumulate(reaches)] if is_apart else [0] * len(types)
+        flat = _flat(sum(reaches) if is_apart else max(reaches), types[0])
+        for value, type, start in zip(values, types, starts, strict=False):
+            tensors[value] = flat.as_strided(type.shape, type.strides, start)
+    return [tensors[v] if v in tensors else made_up(v.type) for v in node.operands]
+
+
 def made_up(type: TensorType) -> Tensor:
     """Makes a tensor of `type`: floats between 0.1 and 1, all else zero (so that indices are in range)."""
+    return _flat(_reach(type), type).as_strided(type.shape, type.strides)
+
+
+def _reach(type: TensorType) -> int:
+    """The elements from the first to the last of a tensor, with those between that are not its own."""
+    steps = zip(type.shape, type.strides, strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps) if type.numel else 0
+
+
+def _flat(count: int, type: TensorType) -> Tensor:
     dtype: torch.dtype = getattr(torch, type.dtype.value)
-    reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
     is_drawn = dtype.is_floating_point and dtype.itemsize > 1
     make = torch.empty if is_drawn else torch.zeros
-    flat = make(reach if type.numel else 0, dtype=dtype, device=type.device)
+    flat = make(count, dtype=dtype, device=type.device)
     if is_drawn:
         drawn = flat[:_DRAWN].uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
         for part in flat[_DRAWN:].split(_DRAWN):
             part.copy_(drawn[: part.numel()])
-    return flat.as_strided(type.shape, type.strides)
+    return flat
 
 
 _DRAWN = 1 << 16

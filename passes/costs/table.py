@@ -7,12 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from ...ir import FUSED, GENERATOR_STATE, KERNELS_FORM, Argument, DType, Graph, Node, TensorType, Trait, Value
+from ...ir import (
+    FUSED,
+    GENERATOR_STATE,
+    KERNELS_FORM,
+    Argument,
+    DType,
+    Graph,
+    Node,
+    Storage,
+    TensorType,
+    Trait,
+    Value,
+)
 from .machines import Machine
 from .no_workspace import is_elementwise, is_plain_product
 from .packed_products import is_packed_product, is_unpacking, packed_product_flops, unpacked_bytes
 
-__all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
+__all__ = ["Costs", "StepCost", "analytic_costs", "shared_operands", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,20 +238,38 @@ def _with_all_heads(arguments: list[Any], *, is_backward: bool) -> list[Any]:
 def signature(node: Node) -> str:
     """The key of an operation's cost: its name, its constants, and the types of its operands.
 
-    Two operands that are the same value are marked as such; names do not matter.
+    Operands that are the same value, or that share a storage, are marked as such; names do not matter.
     """
     order = {value: index for index, value in enumerate(node.operands)}
-    parts = [_describe(argument, order) for argument in node.arguments]
-    parts += [f"{key}={_describe(argument, order)}" for key, argument in node.own_keywords]
+    words = {value: f"${index}:{describe_type(value.type)}" for value, index in order.items()}
+    for first, *others in shared_operands(node):
+        for other in others:
+            words[other] += f"^{order[first]}"
+    parts = [_describe(argument, words) for argument in node.arguments]
+    parts += [f"{key}={_describe(argument, words)}" for key, argument in node.own_keywords]
     form = f"#{KERNELS_FORM}" if node.op == FUSED else ""
     return f"{node.op}{form}({', '.join(parts)})"
 
 
-def _describe(argument: Argument, order: Mapping[Value, int]) -> str:
+def shared_operands(node: Node) -> list[list[Value]]:
+    """Groups operands that share a storage: what a library's kernel takes can depend on that.
+
+    Operations that write see each operand by itself: they refuse some views of what they write. So do
+    kernels that are made of elementwise operations.
+    """
+    if node.op == FUSED or Trait.EFFECT in node.traits or node.releases is not None:
+        return []
+    groups: dict[tuple[Storage, DType], list[Value]] = {}
+    for value in node.operands:
+        groups.setdefault((value.storage, value.type.dtype), []).append(value)
+    return [values for values in groups.values() if len(values) > 1]
+
+
+def _describe(argument: Argument, words: Mapping[Value, str]) -> str:
     if isinstance(argument, Value):
-        return f"${order[argument]}:{describe_type(argument.type)}"
+        return words[argument]
     if isinstance(argument, tuple):
-        return f"[{', '.join(_describe(item, order) for item in argument)}]"
+        return f"[{', '.join(_describe(item, words) for item in argument)}]"
     return repr(argument)
 
 

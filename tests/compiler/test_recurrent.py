@@ -224,6 +224,48 @@ def test_a_kernel_takes_what_is_predicted_also_when_it_runs_again(
     assert peak_bytes(lambda: ours(*args).backward()) == predicted
 
 
+class _Started(nn.Module):
+    """A layer whose two states are views of one tensor."""
+
+    def __init__(self, start: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.layer, self.start = nn.LSTM(16, 16, batch_first=True), start
+
+    def forward(self, x: Tensor, both: Tensor) -> Tensor:
+        return self.layer(x, self.start(both))[0]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda both: (both[:1], both[:1]), lambda both: (both[:1], both[1:]), lambda both: both.split(1)],
+)
+def test_a_layer_whose_states_share_a_tensor_takes_what_is_predicted(start: Any) -> None:
+    x, both = torch.randn(4, 12, 16), torch.zeros(2, 4, 16)
+    fitted = irc.optimize(_Started(start), (x, both), "100%", loss=_mean_square)
+    measured = irc.measured_peak_bytes(fitted, (x, both), loss=_mean_square)
+    assert 0 <= fitted.plan.peak_bytes - measured <= 64
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_layer_that_is_called_with_one_tensor_as_both_states_takes_what_is_predicted(count: int) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+            return self.layer(x, states)[0]
+
+    states = [torch.zeros(1, 4, 16) for _ in range(count)]
+    args = torch.randn(4, 12, 16), states[0], states[-1]
+    fitted = irc.optimize(Layer(), args, "100%", loss=_mean_square)
+    assert 0 <= fitted.plan.peak_bytes - irc.measured_peak_bytes(fitted, args, loss=_mean_square) <= 64
+
+
+def _mean_square(result: Tensor) -> Tensor:
+    return result.square().mean()
+
+
 def test_a_long_lstm_is_as_few_operations_as_a_short_one() -> None:
     module = nn.LSTM(3, 4)
     short, long = (len(_graph(module, torch.randn(steps, 2, 3)).nodes) for steps in (2, 3000))

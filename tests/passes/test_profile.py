@@ -233,6 +233,20 @@ def test_constants_of_every_kind_reach_the_operation() -> None:
     assert profile_costs(Graph((), (node,), ()), repeats=1).workspace_bytes[node] == 0
 
 
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_operands_of_one_storage_share_it_when_they_are_measured(is_apart: bool) -> None:
+    type = TensorType.contiguous((4,), DType.FLOAT32)
+    storage = Storage("ab", 32 if is_apart else 16)
+    a, b, other = Value("a", type, storage), Value("b", type, storage), Value("c", type, Storage("c", 16))
+    shared, single = (Node("add", "aten.add.Tensor", (a, each), (other,)) for each in (b, other))
+    assert signature(shared) != signature(single)
+    seen: list[Tensor] = vars(profile)["_operands"](shared)
+    assert seen[0].untyped_storage().data_ptr() == seen[1].untyped_storage().data_ptr()
+    assert seen[1].storage_offset() == (4 if is_apart else 0)
+    written = replace(shared, traits=frozenset({Trait.EFFECT}))
+    assert signature(written) == signature(single)
+
+
 # ---------------------------------------------------------------------- events
 
 

@@ -40,6 +40,7 @@ from ..ir import (
     OutputRole,
     Plan,
     Schedule,
+    Sharing,
     Storage,
     TensorType,
     Tier,
@@ -615,7 +616,7 @@ def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
         "origin": delivery.origin.value,
         "index": delivery.index,
         "view": delivery.view,
-        "detached": delivery.is_detached,
+        "sharing": delivery.sharing.value,
         "constant": delivery.constant,
     }
 
@@ -625,6 +626,6 @@ def delivery_from_json(row: dict[str, Any]) -> Delivery:
     view = row["view"]
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))
-    return Delivery(
-        Origin(row["origin"]), int(row["index"]), view, row["constant"], bool(row.get("detached", False))
-    )
+    older = Sharing.DETACHED if row.get("detached") else Sharing.VIEW
+    sharing = Sharing(row.get("sharing", older))
+    return Delivery(Origin(row["origin"]), int(row["index"]), view, row["constant"], sharing)

@@ -84,7 +84,7 @@ from .plugins import GROUPS, load_plugin, plugins
 from .printable import printable
 from .reordered import Reordered, reordered
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
-from .signature import Assignment, Autocast, Branch, Delivery, Origin, Signature, Slot
+from .signature import Assignment, Autocast, Branch, Delivery, Origin, Sharing, Signature, Slot
 from .text import (
     parse_file,
     parse_graph,
@@ -169,6 +169,7 @@ __all__ = [
     "Reordered",
     "Resident",
     "Schedule",
+    "Sharing",
     "Signature",
     "Slot",
     "StageCost",

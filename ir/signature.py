@@ -7,7 +7,7 @@ from enum import Enum
 
 from .scalars import Operand
 
-__all__ = ["Assignment", "Autocast", "Branch", "Delivery", "Origin", "Signature", "Slot"]
+__all__ = ["Assignment", "Autocast", "Branch", "Delivery", "Origin", "Sharing", "Signature", "Slot"]
 
 
 Autocast = tuple[tuple[str, str, bool], ...]
@@ -27,6 +27,19 @@ class Origin(Enum):
     """It is not a tensor."""
 
 
+class Sharing(Enum):
+    """Says how a result that shares memory with others gets its gradient."""
+
+    VIEW = "view"
+    """As any view: its gradient is a part of that of what it is a view of."""
+    DETACHED = "detached"
+    """It is detached and has none."""
+    NO_GRAD = "no_grad"
+    """It was made within `torch.no_grad()`: a view that is a leaf, at which its gradient ends."""
+    OWN = "own"
+    """The graph takes its gradient, since a function of the model's or a hook is on the way to the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """Says how one leaf of the user's result is made.
@@ -36,14 +49,14 @@ class Delivery:
         index: Position among the graph's static inputs (`INPUT`) or forward outputs (`COMPUTED`, `OUTPUT`).
         view: Shape, strides and offset (in elements) of the view; None for the whole tensor.
         constant: The value itself, for `CONSTANT`.
-        is_detached: Whether a view of something that requires a gradient has none itself.
+        sharing: The way of its gradient, if it shares memory with something that has one.
     """
 
     origin: Origin
     index: int = 0
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     constant: bool | int | float | str | None = None
-    is_detached: bool = False
+    sharing: Sharing = Sharing.VIEW
 
 
 @dataclass(frozen=True, slots=True)

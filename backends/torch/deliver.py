@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from ...ir import BackwardError, Delivery, Origin
+from ...ir import BackwardError, Delivery, Origin, Sharing
 
 __all__ = ["Watched", "deliver", "deliver_leaf", "refuse_hooks_on_results"]
 
@@ -36,11 +37,16 @@ def deliver(deliveries: Sequence[Delivery], inputs: list[Tensor], outputs: tuple
     A hook on one of several results is called if the loss uses that one, as in eager. Results that others are
     computed from are noted with their autograd node, for `refuse_hooks_on_results`.
     """
-    leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in deliveries]
+    own = {d.index: deliver_leaf(d, inputs, outputs) for d in deliveries if d.sharing is Sharing.OWN}
+    leaves = [
+        # a tensor that is returned twice is one
+        own[delivery.index] if delivery.sharing is Sharing.OWN else deliver_leaf(delivery, inputs, outputs)
+        for delivery in deliveries
+    ]
     made = [
         (delivery.index, leaf)
         for delivery, leaf in zip(deliveries, leaves, strict=True)
-        if delivery.origin in (Origin.COMPUTED, Origin.OUTPUT) and leaf.requires_grad
+        if delivery.origin in (Origin.COMPUTED, Origin.OUTPUT) and leaf.grad_fn is not None
     ]
     if len(made) > 1:
         for index, leaf in made:
@@ -56,12 +62,35 @@ def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor
         case Origin.CONSTANT:
             return delivery.constant
         case Origin.COMPUTED:
-            return outputs[delivery.index]
+            found = outputs[delivery.index]
         case Origin.INPUT | Origin.OUTPUT:
-            base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
-            if delivery.is_detached:
-                base = base.detach()
-            return base if delivery.view is None else base.as_strided(*delivery.view)
+            found = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
+    if delivery.sharing in (Sharing.DETACHED, Sharing.NO_GRAD):
+        found = found.detach()
+    if delivery.view is not None:
+        found = found.as_strided(*delivery.view)
+    match delivery.sharing:
+        case Sharing.NO_GRAD:
+            return found.requires_grad_()
+        case Sharing.OWN:
+            return _Own.apply(found)
+        case _:
+            return found
+
+
+class _Own(torch.autograd.Function):
+    """Hands on a result whose gradient is the graph's, though it shares memory with others.
+
+    For torch it is a view that a custom function has made, and torch lets nobody write into such a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0]
 
 
 def _hooks_of(tensor: Tensor) -> Mapping[int, Any]:

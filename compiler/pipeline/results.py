@@ -14,6 +14,7 @@ from ...ir import (
     Output,
     OutputRole,
     Region,
+    Sharing,
     Storage,
     TensorType,
     Trait,
@@ -54,7 +55,7 @@ def own_results(captured: Captured) -> Captured:
         if delivery.origin is Origin.INPUT:
             index = delivery.index
             if index not in copies:
-                _check(static[index], written, is_detached=delivery.is_detached)
+                _check(static[index], written, has_gradient=delivery.sharing is Sharing.VIEW)
                 copies[index] = _copy(static[index].value)
             place = len(outputs) + list(copies).index(index)
             delivery = replace(delivery, origin=Origin.OUTPUT, index=place)
@@ -73,8 +74,8 @@ def own_results(captured: Captured) -> Captured:
     return replace(captured, graph=made, signature=signature)
 
 
-def _check(entry: Input, written: set[Storage], *, is_detached: bool) -> None:
-    if entry.role is InputRole.PARAMETER and entry.requires_grad and not is_detached:
+def _check(entry: Input, written: set[Storage], *, has_gradient: bool) -> None:
+    if entry.role is InputRole.PARAMETER and entry.requires_grad and has_gradient:
         raise UnsupportedError(
             "IRC489",
             f"the model returns parameter {entry.target}, and the pipeline takes no gradient from there",

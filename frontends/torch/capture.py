@@ -42,6 +42,7 @@ from ...ir import (
     IrcError,
     Origin,
     OutputRole,
+    Sharing,
     Signature,
     Slot,
     UnsupportedError,
@@ -64,7 +65,7 @@ from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
-from .fixups.tensor_hooks import tensor_hooks
+from .fixups.tensor_hooks import Hooked, refuse_hooks_that_stay, tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .global_settings import GlobalSettings
 from .known_values import known_values
@@ -75,6 +76,7 @@ from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
 from .roundings import roundings
+from .sharing import own_output, sharings
 from .state import State
 from .tensor_attributes import TensorAttributes, TensorReads, refuse_attributes_of_results
 from .tensor_writes import TensorWrites
@@ -150,6 +152,9 @@ class _Flat(nn.Module):
         """The leaves of the result, and of the values that attributes get."""
         self.delivered_tree: pytree.TreeSpec | None = None
         self.places: list[int] = []
+        self.sharings: list[Sharing] = []
+        """How each distinct tensor that is delivered gets its gradient."""
+        self.hooked: Hooked = []
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
@@ -184,7 +189,9 @@ class _Flat(nn.Module):
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.hooked.clear()
         result = self.run(*tensors)
+        refuse_hooks_that_stay(self.hooked, (*self.module.parameters(), *self.module.buffers()))
         self.result_leaves, self.result_tree = flattened(result)
         refuse_attributes_of_results(self.result_leaves)
         if self.losses == (None,):
@@ -194,15 +201,21 @@ class _Flat(nn.Module):
         self.take_assigned(result)
         found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
         unused = self.unused_places()
-        as_they_are = {id(t) for t in (*tensors, *self.module.parameters(), *self.module.buffers())}
+        inputs = (*tensors, *self.module.parameters(), *self.module.buffers())
+        as_they_are = {id(t) for t in inputs}
         as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in unused}
         # a tensor that is returned twice is one output with one gradient, as in eager
         distinct = {id(leaf): leaf for leaf in found}
         order = {key: place for place, key in enumerate(distinct)}
         self.places = [order[id(leaf)] for leaf in found]
         read = [] if self.branches is None else self.branches.tensors
+        self.sharings = sharings(distinct.values(), inputs, [tensor for tensor, _ in self.hooked])
         results = (leaf if key in as_they_are else leaf.detach() for key, leaf in distinct.items())
-        return (*results, *read)
+        outputs = (
+            own_output(result) if sharing is Sharing.OWN else result
+            for result, sharing in zip(results, self.sharings, strict=True)
+        )
+        return (*outputs, *read)
 
     def take_assigned(self, result: Any) -> None:
         """Adds the values that the forward left in attributes to its result.
@@ -241,12 +254,13 @@ class _Flat(nn.Module):
         used = {id(leaf) for k, leaf in enumerate(tensors) if k not in unused}
         return frozenset(k for k in unused if id(tensors[k]) not in used)
 
-    def with_detached(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Marks the views that the module has detached among the deliveries of the result's tensors."""
-        found = (leaf for leaf in self.delivered if isinstance(leaf, Tensor))
+    def with_sharing(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Marks the deliveries of the result's tensors that share memory in another way than plain views."""
+        found = [deliveries[place] for place in self.places]
+        marks = [self.sharings[place] for place in self.places]
         return [
-            replace(d, is_detached=d.view is not None and not leaf.requires_grad)
-            for d, leaf in zip(deliveries, found, strict=True)
+            d if d.view is None and sharing is Sharing.DETACHED else replace(d, sharing=sharing)
+            for d, sharing in zip(found, marks, strict=True)
         ]
 
     def assume_loss(self, result: Any) -> None:
@@ -409,7 +423,7 @@ def _captured(
         raise _nothing_to_train(flat, tensors)
     count = len(set(flat.places))
     distinct, read = translation.deliveries[:count], translation.deliveries[count:]
-    found = flat.with_detached([distinct[place] for place in flat.places])
+    found = flat.with_sharing(distinct)
     deliveries = iter(found)
     result = [
         next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
@@ -512,7 +526,7 @@ def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> Eag
 def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
     """Returns the bytes of the gradients of outputs that are views of others, before they are added up."""
     outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
-    bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT and not d.is_detached]
+    bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT and d.sharing is Sharing.VIEW]
     return sum(base.storage.nbytes for base in bases if base is not None)
 
 
@@ -654,7 +668,7 @@ def _trace(
     scopes = stack.enter_context(recording(module))
     layers = RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit)
     flat.layers = stack.enter_context(layers).rounding
-    stack.enter_context(tensor_hooks())
+    flat.hooked = stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
     stack.enter_context(composites_on_meta((*module.parameters(), *module.buffers(), *tensors)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Value
+from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Sharing, Value
 
 __all__ = ["roundings"]
 
@@ -26,14 +26,16 @@ def roundings(
         parts: The lines that compute in place in parts of tensors.
         as_compiled: Whether the module was told that it is compiled.
     """
-    trained = [delivery for delivery in trained if not delivery.is_detached]
+    trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
     if as_compiled:
         yield "all numbers: the model's code looks at data unless it is compiled, and then takes another way"
     statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
-    for place in sorted({d.index for d in trained if d.origin is Origin.INPUT}):
+    returned = [delivery for delivery in trained if delivery.origin is Origin.INPUT]
+    for place in sorted({delivery.index for delivery in returned}):
         entry = statics[place]
-        if entry.requires_grad and _readers(graph, entry.value) > 1:
+        has_view = any(delivery.index == place and delivery.view is not None for delivery in returned)
+        if entry.requires_grad and _readers(graph, entry.value) > (0 if has_view else 1):
             yield (
                 f"the gradient of {entry.role.value} {entry.target}, which the model returns too: eager adds "
                 "its uses to that of the result one by one"

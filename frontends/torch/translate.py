@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -492,7 +492,6 @@ class _Translator:
         """Returns the deliveries of the flat result: AOTAutograd says which outputs alias what."""
         info = self.joint._aot_state.fw_metadata.output_info
         delivered = [described for _, described in results.delivered(self.joint)]
-        bases = [described for _, described in results.bases]
         deliveries: list[Delivery] = []
         statics = [i.value for i in self.inputs if i.role is not InputRole.CONSTANT]
         for (node, described), alias in zip(results.plain, info, strict=True):
@@ -505,13 +504,14 @@ class _Translator:
                 case OutputType.alias_of_input:
                     _check_view(tensor, statics[index])
                     deliveries.append(Delivery(Origin.INPUT, index, view))
-                case OutputType.alias_of_intermediate_base_is_user_output:
-                    base_node, base = results.plain[index]
+                case (
+                    OutputType.alias_of_intermediate_base_is_user_output
+                    | OutputType.alias_of_intermediate
+                    | OutputType.alias_of_intermediate_save_as_output
+                ):
+                    base_node, base = _base_of(alias, info, results)
                     _check_view(tensor, self.values[base_node])
                     deliveries.append(Delivery(Origin.OUTPUT, delivered.index(base), view))
-                case OutputType.alias_of_intermediate | OutputType.alias_of_intermediate_save_as_output:
-                    _check_view(tensor, self.values[results.bases[index][0]])
-                    deliveries.append(Delivery(Origin.OUTPUT, delivered.index(bases[index]), view))
                 case _:
                     deliveries.append(Delivery(Origin.COMPUTED, delivered.index(described)))
         return tuple(deliveries)
@@ -557,6 +557,16 @@ class _Results:
         info = joint._aot_state.fw_metadata.output_info
         kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]
         return [*kept, *self.bases]
+
+
+def _base_of(alias: Any, info: Sequence[Any], results: _Results) -> tuple[fx.Node, Any]:
+    """The output of the graph that a result is a view of: another result, which may be a view itself."""
+    while alias.output_type is OutputType.alias_of_intermediate_base_is_user_output:
+        place = alias.base_idx
+        alias = info[place]
+        if alias.base_idx is None:
+            return results.plain[place]
+    return results.bases[alias.base_idx]
 
 
 _CLONE_STORAGES = (

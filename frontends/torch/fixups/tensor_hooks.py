@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,65 @@ from torch import Tensor
 
 from ....ir import Location, UnsupportedError
 
-__all__ = ["tensor_hooks"]
+__all__ = ["Hooked", "refuse_hooks_that_stay", "tensor_hooks"]
+
+Hooked = list[tuple[Tensor, Any]]
+"""Tensors with the hooks that a forward has put on them."""
 
 _Method = Callable[..., Any]
 _Hook = Callable[[Tensor], Any]
 
 
 @contextlib.contextmanager
-def tensor_hooks() -> Generator[None]:
+def tensor_hooks() -> Generator[Hooked]:
     """While active, hooks on tensors must return a gradient, which then is part of what is traced.
 
     A hook that returns nothing is there for what it does elsewhere: it would run once, while the module is
     traced, and never again. Other threads are left alone.
 
+    Yields:
+        The hooks so far.
+
     Raises:
         UnsupportedError: IRC536 for such a hook, when it is called, and for `retain_grad`.
     """
+    hooked: Hooked = []
     originals: dict[str, _Method] = {name: getattr(Tensor, name) for name in _REPLACED}
     for name, replacement in _REPLACED.items():
-        setattr(Tensor, name, _in_this_thread(replacement, originals[name]))
+        setattr(Tensor, name, _in_this_thread(replacement, originals[name], hooked))
     try:
-        yield
+        yield hooked
     finally:
         for name, original in originals.items():
             setattr(Tensor, name, original)
 
 
-def _in_this_thread(replacement: _Method, original: _Method) -> _Method:
+def refuse_hooks_that_stay(hooked: Hooked, state: Iterable[Tensor]) -> None:
+    """Refuses hooks that a forward puts on parameters and buffers: eager's next step calls them once more.
+
+    Raises:
+        UnsupportedError: IRC536.
+    """
+    kept = {id(tensor) for tensor in state}
+    for tensor, hook in hooked:
+        if id(tensor) in kept:
+            raise UnsupportedError(
+                "IRC536",
+                f"the forward puts a hook on a parameter or a buffer ({hook!r}), where it stays: each step "
+                "would put one more there, and call them all",
+                at=_place(hook),
+                help="register it once, outside of the forward: model.weight.register_hook(...)",
+            )
+
+
+def _in_this_thread(replacement: _Method, original: _Method, hooked: Hooked) -> _Method:
     thread = threading.get_ident()
 
     @functools.wraps(original)
     def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(tensor, *args, **kwargs)
+        hooked.append((tensor, args[0] if args else kwargs.get("hook")))
         return replacement(functools.partial(original, tensor), *args, **kwargs)
 
     return method

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -32,8 +33,10 @@ class AliveTensors:
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Counts these tensors from now on."""
+        """Counts these tensors from now on; sparse ones have no storage, and do not count."""
         for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
             self._storage(tensor)
             if tensor.requires_grad and tensor.is_leaf:
                 self._leaves[id(tensor)] = weakref.ref(tensor)
@@ -49,7 +52,7 @@ class AliveTensors:
             tensor = leaf()
             if tensor is None or not tensor.is_leaf:
                 del self._leaves[key]
-            elif tensor.grad is not None:
+            elif tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self._storage(tensor.grad)
         gone = [key for key, (storage, _) in self._storages.items() if storage.expired()]
         for key in gone:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +23,11 @@ from ...backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers, free_
 from ...backends.torch.varied_call import numbers_of, varied_numbers
 from ...frontends.torch import (
     CapturedGraph,
+    call_arguments,
     capture_graph,
+    compile_options,
     compiled_frame,
+    draws_from_numpy,
     forward_bytes,
     graph_name,
     is_given_up,
@@ -86,7 +90,10 @@ def backend(
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
             `"measured"` measures them in each step with a new graph and in the one after it, mostly the first
             two: from the next one on the budget holds, as long as that code takes no more than it did. What
-            the loop does between two steps counts, the state of the optimizer does not. Without it, a graph
+            the loop does between two steps counts, the state of the optimizer does not. A graph that no plan
+            can hold runs as eager does, and so does a step of which nothing is planned: the log says so, and
+            the second one is measured, from the call to the end of its backward; if that is over the budget,
+            later backwards are refused (IRC540). Without it, a graph
             that takes what such code has computed with autograd is refused, and so is, in backward, a
             gradient of a parameter that no graph of the step has read.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
@@ -161,7 +168,19 @@ class Backend:
                 no call to its backend.
         """
         refuse_uncompiled_module()
+        options = compile_options()
+        if options is not None:
+            options.backend_ctx_ctor = self._around_call
         return "irc"
+
+    @contextlib.contextmanager
+    def _around_call(self) -> Generator[None]:
+        """Goes around each call of what is compiled, in which numpy draws its own random numbers."""
+        with self._lock:
+            self._budget.begin_call(filter(_is_countable, call_arguments()))
+        patched: Any = torch._dynamo.config.patch  # pyright: ignore[reportAttributeAccessIssue]
+        with patched(use_numpy_random_stream=True):
+            yield
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns the function that runs a graph; Dynamo calls this once for each."""
@@ -281,9 +300,9 @@ class Backend:
                     captured = capture_graph(graph, args, names)
             except UnsupportedError as error:
                 if self._budget.meter is None:
-                    raise
+                    raise _by_measuring(error) from error
                 _LOG.warning("%s runs as it is, since no plan can hold it: %s", name, error.brief)
-                return Unplanned(name, 0)
+                return Unplanned(name, 0, is_capturable=False)
             if captured is None:
                 _LOG.info("%s has nothing to differentiate and runs as it is", name)
                 return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
@@ -376,10 +395,12 @@ class Unplanned:
         name: Its number, and where it is in the user's code.
         nbytes: What it takes beside its arguments; 0 if gradients are off, which is not a training step, or
             if it is measured with what is outside of graphs.
+        is_capturable: Whether it has nothing to differentiate.
     """
 
     name: str
     nbytes: int
+    is_capturable: bool = True
 
 
 class _Compiled:
@@ -387,12 +408,15 @@ class _Compiled:
 
     def __init__(self, backend: Backend, graph: fx.GraphModule) -> None:
         self.backend = backend
+        self.unplannable: Unplanned | None = None
+        """What it is since a call of it could not be captured; earlier calls keep their plans."""
         self.graph = graph
         self.names = lifted_names(graph)
         numbers = numbers_among(graph)
         self.numbers = frozenset(numbers.values())
         self.free = free_numbers_of_graph(graph.graph, numbers)
         self.variants: OrderedDict[Hashable, Variant | Unplanned] = OrderedDict()
+        self.draws_from_numpy = draws_from_numpy(graph)
 
     def run(self, *args: Any) -> Any:
         """Runs the graph on these arguments."""
@@ -403,6 +427,8 @@ class _Compiled:
             raise
 
     def _run(self, args: Sequence[Any]) -> Any:
+        if self.draws_from_numpy:
+            raise _numpy_random(self.graph)
         variant = self._variant(args)
         if isinstance(variant, Unplanned):
             return self.backend.pass_by(variant, self.graph, args)
@@ -435,8 +461,12 @@ class _Compiled:
         if key in self.variants:
             self.variants.move_to_end(key)
             return self.variants[key]
+        if self.unplannable is not None and torch.is_grad_enabled():
+            return self.unplannable
         free = self._free(args)
         variant = self.backend.variant(self.graph, args, self.names, free)
+        if isinstance(variant, Unplanned) and not variant.is_capturable:
+            self.unplannable = variant
         if isinstance(variant, Variant) and variant.expressions != free.expressions:
             self.free = NO_NUMBERS  # each number has a plan of its own
             key = self._key(args)
@@ -460,6 +490,27 @@ class _Compiled:
         )
         kinds = map(type, numbers_of(free.expressions, args) or ())
         return (torch.is_grad_enabled(), *own, *kinds)
+
+
+def _by_measuring(error: UnsupportedError) -> UnsupportedError:
+    """The refusal of a graph, with the advice for one of Dynamo's."""
+    return UnsupportedError(
+        error.code,
+        error.message,
+        at=error.at,
+        help='give irc.backend outside="measured": then the graph runs as eager does, and is measured; or '
+        "rewrite what is named here",
+    )
+
+
+def _numpy_random(graph: fx.GraphModule) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC338",
+        f"a compiled graph ({graph_name(graph)}) draws from numpy.random, for which Dynamo takes torch's "
+        "generator",
+        help="set torch._dynamo.config.use_numpy_random_stream = True before the first step, or compile by "
+        "an object, as in torch.compile(model, backend=irc.backend(...))",
+    )
 
 
 def _number(arg: object) -> object:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -28,19 +28,21 @@ class EagerParameters:
     settled when it compiles, so that the first gradient after that is enough.
 
     Args:
-        is_measured: Whether what runs outside of graphs is measured: then a gradient is refused only if no
-            graph has run since Dynamo compiled, or gave up compiling.
+        measure: Measures a step in which nothing is planned: it is called with the first gradient of a
+            parameter in each backward, if no graph was planned since Dynamo compiled, and returns whether it
+            is to be called again. Such gradients are not refused then, unless Dynamo gave up compiling.
+            None if what runs outside of graphs is not measured.
 
     Attributes:
         gave_up: Whether Dynamo has given up compiling a frame: calls of it that no graph is for run in eager
             from then on, and every backward in which no graph runs is refused.
     """
 
-    def __init__(self, is_measured: bool) -> None:
-        self._is_measured = is_measured
+    def __init__(self, measure: Callable[[Tensor, str], bool] | None) -> None:
+        self._measure = measure
         self.gave_up = False
         self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
-        self._backward = -1
+        self._backward = self._measured_backward = -1
         self._watched = WeakIdKeyDictionary()
         self._read: set[int] = set()
 
@@ -61,8 +63,11 @@ class EagerParameters:
         """
         is_read = id(parameter) in self._read
         if self.gave_up:
-            if not ((self._is_measured or is_read) and self._has_graph()):
+            if not ((self._measure is not None or is_read) and self._has_graph()):
                 raise given_up(name)
+            return
+        if self._measure is not None:
+            self._measure_once(self._measure, parameter, name)
             return
         handle = self._watched.pop(parameter, None)
         if handle is None:
@@ -70,11 +75,15 @@ class EagerParameters:
         handle.remove()
         if not is_read:
             self.let_go()
-            raise (
-                without_graphs(name)
-                if self._is_measured
-                else outside_of_graphs(f"the gradient of parameter {name} comes from what")
-            )
+            raise outside_of_graphs(f"the gradient of parameter {name} comes from what")
+
+    def _measure_once(self, measure: Callable[[Tensor, str], bool], parameter: Tensor, name: str) -> None:
+        """Calls `measure` with the first gradient of a backward."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._measured_backward:
+            self._measured_backward = backward
+            if not measure(parameter, name):
+                self.let_go()
 
     def follow(self, run: PendingBackward) -> None:
         """Takes down that a graph has run, whose backward is to come."""
@@ -103,7 +112,7 @@ class EagerParameters:
 
     def read(self, inputs: Iterable[Tensor]) -> None:
         """Takes down that a graph reads these tensors."""
-        if self._is_measured:
+        if self._measure is not None:
             self.let_go()
         self._read.update(id(tensor) for tensor in inputs if tensor.is_leaf and tensor.requires_grad)
 
@@ -132,21 +141,6 @@ def outside_of_graphs(subject: str) -> UnsupportedError:
     )
 
 
-def without_graphs(name: str) -> UnsupportedError:
-    """The refusal of a step that has no graph.
-
-    Args:
-        name: The parameter whose gradient came from there, and its module.
-    """
-    return _unplanned(
-        name,
-        "",
-        "compile parts of the model in place of all of it, as in model.layers[k] = "
-        "torch.compile(model.layers[k], backend=backend); TORCH_LOGS=graph_breaks names what Dynamo left to "
-        "Python",
-    )
-
-
 def given_up(name: str) -> UnsupportedError:
     """The refusal of a step that has no graph since Dynamo compiled the model too often.
 
@@ -154,19 +148,12 @@ def given_up(name: str) -> UnsupportedError:
         name: The parameter whose gradient came from there, and its module.
     """
     most = torch._dynamo.config.recompile_limit
-    return _unplanned(
-        name,
-        f" (it compiles a frame {most} times, and runs it in eager after that)",
-        "keep the sizes, or the numbers, that change from step to step to a few, give torch.compile "
-        f"dynamic=True, or raise torch._dynamo.config.recompile_limit above {most}; TORCH_LOGS=recompiles "
-        "names what changed",
-    )
-
-
-def _unplanned(name: str, reason: str, cure: str) -> UnsupportedError:
     return UnsupportedError(
         "IRC545",
-        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes{reason}: "
-        "nothing was planned, and the budget could not be kept",
-        help=cure,
+        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes (it compiles a "
+        f"frame {most} times, and runs it in eager after that): nothing was planned, and the budget could "
+        "not be kept",
+        help="keep the sizes, or the numbers, that change from step to step to a few, give torch.compile "
+        f"dynamic=True, or raise torch._dynamo.config.recompile_limit above {most}; TORCH_LOGS=recompiles "
+        "names what changed",
     )

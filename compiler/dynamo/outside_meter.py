@@ -241,6 +241,17 @@ class OutsideMeter:
         self._is_wanted = has_new
         return self.outside != before
 
+    def end_first_stretch(self) -> bool:
+        """Ends a recording of which the first stretch alone counts; returns whether it is whole."""
+        self.stop()
+        levels, _ = self._levels()
+        if len(levels) != len(self._predicted):
+            self._spoilt += 1
+            return False
+        self.outside |= Outside(0, levels[0])
+        self._is_wanted = self._has_new = False
+        return True
+
     def _levels(self) -> tuple[list[int], int]:
         """The most bytes that were alive in each stretch, and those that are alive in the end."""
         mark_bytes = allocation_bytes(self._mark_bytes, self._device)

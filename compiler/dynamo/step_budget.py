@@ -27,6 +27,7 @@ from ...torch_support.allocated import allocated_bytes
 from .eager_parameters import EagerParameters, outside_of_graphs
 from .outside_meter import OutsideMeter
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
+from .unplanned_steps import UnplannedSteps
 
 __all__ = ["StepBudget"]
 
@@ -76,7 +77,8 @@ class StepBudget:
         self.knows_outside = outside_bytes is not None or meter is not None
         self.time_limit, self.gap = time_limit, gap
         self.alive = AliveTensors()
-        self.eager_parameters = EagerParameters(is_measured=meter is not None)
+        self.unplanned = UnplannedSteps(budget_bytes, meter, self.alive) if meter is not None else None
+        self.eager_parameters = EagerParameters(self.unplanned.note if self.unplanned else None)
         self.pending_runs: list[PendingRun] = []
         self._at_loss_bytes = 0
         self._at_start: Mapping[int, tuple[StorageWeakRef, int]] = {}
@@ -118,8 +120,9 @@ class StepBudget:
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Refuses gradients of modules that no graph makes, unless the bytes outside of graphs are known."""
-        if self.meter is not None:
+        if self.meter is not None and self.unplanned is not None:
             self.meter.expect_change()  # or code that is left to Python from now on
+            self.unplanned.expect_change()
         waits = any(pending_run.is_pending for pending_run in self.pending_runs)
         if not waits:
             self.eager_parameters.begin_step()
@@ -143,6 +146,8 @@ class StepBudget:
                 that takes.
         """
         self.alive.note(inputs)
+        if self.unplanned is not None:
+            self.unplanned.drop()
         is_first = self.is_between_steps()
         if is_first:
             self.latest_peak_bytes = 0
@@ -206,6 +211,12 @@ class StepBudget:
         self.eager_parameters.let_go()
         if self.meter is not None:
             self.meter.stop()
+
+    def begin_call(self, arguments: Iterable[Tensor]) -> None:
+        """Takes down that what is compiled is called with these tensors, by code that is not."""
+        if self.unplanned is not None:
+            self.unplanned.begin_call(arguments)
+            self._count(0)
 
     def measuring_paused(self) -> contextlib.AbstractContextManager[None]:
         """Lets what is planned be measured within a step that is measured itself."""
@@ -514,7 +525,11 @@ class StepBudget:
         for subgraph in self.subgraphs.values():
             if subgraph.choice is not None:
                 lines.append(f"{' ' * 16}  {'  ' * len(subgraph.below)}{_described(subgraph)}")
-        if not self.subgraphs:
+        if self.unplanned is not None and self.unplanned.has_any:
+            lines.append(
+                f"{'as in eager':>16}  {format_bytes(self.between_bytes)}, as measured: no graph is planned"
+            )
+        elif not self.subgraphs:
             lines.append(f"{' ' * 16}  no graph was compiled: the budget binds nothing")
         return "\n".join(lines)
 

@@ -25,8 +25,11 @@ from .capture import Captured, capture
 
 __all__ = [
     "CapturedGraph",
+    "call_arguments",
     "capture_graph",
+    "compile_options",
     "compiled_frame",
+    "draws_from_numpy",
     "graph_name",
     "is_given_up",
     "lifted_names",
@@ -105,6 +108,32 @@ def _compiling() -> dict[str, Any] | None:
     while frame is not None and not (frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals):
         frame = frame.f_back
     return None if frame is None else frame.f_locals
+
+
+def compile_options() -> Any:
+    """What `torch.compile` makes of its arguments, while it asks a backend for its name; None if it does not.
+
+    Dynamo takes the attributes of this object for those of the backend, such as `backend_ctx_ctor`.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not torch._TorchCompileWrapper.__init__.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
+def call_arguments() -> list[Tensor]:
+    """The tensors that what is compiled is called with, within the context around its call."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    found = () if frame is None else (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def draws_from_numpy(graph: fx.GraphModule) -> bool:
+    """Whether a graph draws for numpy from torch's generator, where the code that it was made of does not."""
+    functions = (getattr(node.target, "f", None) for node in graph.graph.nodes if node.op == "call_function")
+    return any(getattr(function, "__module__", "") == "torch._numpy.random" for function in functions)
 
 
 def is_given_up() -> bool:

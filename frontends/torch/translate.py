@@ -164,9 +164,10 @@ class _Translator:
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
                 "IRC334",
-                f"{node.target} makes a {tensor.layout} tensor",
-                help="a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense()",
-                at=location_of(node),
+                f"{_described(node)} a {tensor.layout} tensor",
+                help="a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense(); or "
+                f"{THROUGH_DYNAMO}",
+                at=location_of(node) or next(filter(None, map(location_of, node.users)), None),
             )
         handle = tensor.untyped_storage()
         self.referenced.append(handle)  # keeps the id unique
@@ -600,6 +601,16 @@ def _input_target(described: Any) -> str:
     return str(described.target).removeprefix(_PREFIX)
 
 
+def _described(node: fx.Node) -> str:
+    """The subject and the verb of a sentence on what a node is, in words of the user's."""
+    described: Any = node.meta.get("desc")
+    role = _ROLES.get(type(described))
+    if node.op != "placeholder" or role is None:
+        return f"{node.target} makes"
+    target = _input_target(described)
+    return "the gradient of a result is" if role is InputRole.TANGENT else f"{role.value} {target} is"
+
+
 def _needed(results: Iterable[object]) -> set[fx.Node]:
     """The nodes that `results` depend on, themselves included."""
     found: set[fx.Node] = set()
@@ -628,7 +639,8 @@ def unknown_object(what: str, at: Location | None) -> UnsupportedError:
         "IRC334",
         f"the module reads {what}, which is not a parameter, buffer or input of it",
         at=at,
-        help="register it as a parameter, or pass it as an argument",
+        help="register it as a parameter, or pass it as an argument; where a backward of your own "
+        f"(torch.autograd.Function) runs autograd, {THROUGH_DYNAMO}",
     )
 
 

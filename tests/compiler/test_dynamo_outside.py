@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -422,7 +423,7 @@ def assert_same(model: nn.Module, twin: nn.Module) -> None:
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None and other.grad is not None:
-            assert torch.equal(parameter.grad, other.grad), name
+            assert torch.equal(parameter.grad.to_dense(), other.grad.to_dense()), name
     for (name, buffer), other in zip(model.named_buffers(), twin.buffers(), strict=True):
         assert torch.equal(buffer, other), name
 
@@ -527,13 +528,14 @@ class Exits(Net):
         return x
 
 
-def test_parts_of_a_model_without_a_graph_are_compiled_in_its_place() -> None:
+def test_parts_of_a_model_without_a_graph_are_compiled_in_its_place(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Exits(), torch.randn(BATCH, WIDTH)
     twin = copy.deepcopy(model)
     run, backend = compiled(model)
-    with pytest.raises(irc.UnsupportedError, match=r"IRC545.*nothing was planned") as raised:
+    with caplog.at_level("WARNING", logger="irc"):
         step(run, x)
-    assert raised.value.help is not None and "torch.compile(model.layers[k]" in raised.value.help
+    assert "model.layers[k] = torch.compile(model.layers[k], backend=backend)" in caplog.text
+    assert not backend.plans
     torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
     model.zero_grad()
     backend = irc.backend("1GiB", outside="measured", costs="analytic")
@@ -545,3 +547,134 @@ def test_parts_of_a_model_without_a_graph_are_compiled_in_its_place() -> None:
             step(one, x)
     assert_same(model, twin)
     assert backend.plans and backend.outside_bytes is not None
+
+
+# ---------------------------------------------------------------------- nothing is planned
+
+
+class Masked(Net):
+    """One graph, whose sizes depend on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = x[:, 0] < 0.5
+        out = torch.zeros_like(x)
+        out[inside] = super().forward(x[inside])
+        return out
+
+
+class Sparse(Net):
+    """One graph, in whose backward a sparse tensor is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.words((x[:, 0] > 0).long()))
+
+
+class RandomInLoop(Net):
+    """A loop that Dynamo leaves to Python, and so all that the loop calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.c):
+            if random.random() < 0.7:
+                x = layer(x)
+        return self.a(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(Masked, "IRC332"), (Sparse, "IRC334"), (RandomInLoop, "IRC338"), (Exits, "IRC332")]
+)
+def test_a_step_of_which_nothing_is_planned_runs_as_eager_does_and_is_measured(
+    kind: type[Net], code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = kind(), torch.randn(BATCH, WIDTH)
+    twin = copy.deepcopy(model)
+    with pytest.raises(irc.UnsupportedError, match=code) as raised:
+        irc.optimize(kind(), (x,), "1GiB", costs="analytic")
+    assert raised.value.help is not None
+    assert 'torch.compile(model, backend=irc.backend(budget, outside="measured"))' in raised.value.help
+    run, backend = compiled(model)
+    with caplog.at_level("WARNING", logger="irc"):
+        for seed in range(4):
+            for one in (twin, run):
+                random.seed(seed)
+                one.zero_grad()
+                step(one, x)
+            assert_same(model, twin)
+    assert caplog.text.count("no graph is planned of the step") == 1
+    assert not backend.plans and backend.outside_bytes is not None
+
+
+def test_a_step_of_which_nothing_is_planned_is_refused_over_the_budget() -> None:
+    x = torch.randn(BATCH, WIDTH)
+    for spare_bytes in (0, -1):
+        model = Masked()
+        model.zero_grad()
+        static = sum(t.nbytes for t in (*model.parameters(), x))
+        budget = peak_bytes(lambda model=model: step(model, x)) + static + spare_bytes
+        model.zero_grad()
+        backend = irc.backend(budget, outside="measured", costs="analytic")
+        run: Any = torch.compile(model, backend=backend)
+        for _ in range(2):
+            step(run, x)
+            model.zero_grad()
+        if spare_bytes == 0:
+            step(run, x)
+            assert backend.peak_bytes == budget and "as in eager" in backend.summary()
+            continue
+        for _ in range(2):
+            with pytest.raises(irc.BudgetError, match=r"IRC540.*no graph is planned") as raised:
+                step(run, x)
+            assert raised.value.minimum_bytes == budget + 1
+
+
+@pytest.mark.parametrize(("kind", "code"), [(Masked, "IRC332"), (Sparse, "IRC334")])
+def test_a_refusal_of_the_backend_advises_its_own_option(kind: type[Net], code: str) -> None:
+    x = torch.randn(BATCH, WIDTH)
+    run: Any = torch.compile(kind(), backend=irc.backend("1GiB", costs="analytic"))
+    with pytest.raises(irc.UnsupportedError, match=code) as raised:
+        step(run, x)
+    assert raised.value.help is not None and "torch.compile" not in raised.value.help
+    assert 'give irc.backend outside="measured"' in raised.value.help
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    run, _ = compiled(kind())
+    step(run, x)
+
+
+class Numpys(Net):
+    """Draws by numpy within the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * torch.from_numpy(numpy.random.rand(WIDTH).astype("float32")))
+
+
+def test_numpy_draws_its_own_numbers_within_a_compiled_forward() -> None:
+    model, x = Numpys(), torch.randn(BATCH, WIDTH)
+    twin = copy.deepcopy(model)
+    run, backend = compiled(model)
+    for one in (twin, run):
+        torch.manual_seed(0)
+        numpy.random.seed(0)
+        for _ in range(2):
+            step(one, x)
+    assert_same(model, twin)
+    assert len(backend.plans) == 2
+    assert not torch._dynamo.config.use_numpy_random_stream  # pyright: ignore
+
+
+def test_numpys_numbers_in_a_graph_are_refused_and_the_cure_works() -> None:
+    model, x = Numpys(), torch.randn(BATCH, WIDTH)
+    options: Any = {"budget": "1GiB", "outside": "measured", "costs": "analytic"}
+    run: Any = torch.compile(model, backend="irc", options=options)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC338.*numpy\.random") as raised:
+        run(x)
+    assert raised.value.help is not None and "use_numpy_random_stream = True" in raised.value.help
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    twin = copy.deepcopy(model)
+    with torch._dynamo.config.patch(use_numpy_random_stream=True):  # pyright: ignore
+        for one in (twin, run):
+            numpy.random.seed(0)
+            step(one, x)
+    assert_same(model, twin)

@@ -129,8 +129,8 @@ def optimize(
             one loss. The budget covers them: their inputs, and what each of them saves until its backward.
             All run forward, and then backward, one by one in any order or in one `backward()`; the second of
             them finds gradients, a second set unless they are accumulated as they come. More forwards than
-            planned, or a backward that retains its graph (one more), give the right numbers and are logged
-            once, to the logger `irc`: the budget may not hold.
+            planned, or a backward that retains its graph (one more), give the right numbers and are logged,
+            each number once, to the logger `irc`: the budget may not hold.
         swap: Where tensors may go while a step does not need them: `"host:64GiB"` (pinned memory, for a model
             on a GPU), `"disk:/scratch:200GiB"`, or a list of both, the faster first. The budget stays that of
             the device. Bandwidths are those that `irc machine` measured, or measured now; if `costs`

@@ -60,6 +60,10 @@ class AttributeReads:
         """Returns the names of the attributes of a module that were assigned before they were read."""
         return {name for key, name in self._made if key == id(module)}
 
+    def names_of(self, module: nn.Module) -> Set[str]:
+        """Returns the names of the attributes of a module that were read; all if all may have been read."""
+        return {*vars(module)} if id(module) in self._whole else self._names.get(id(module), set())
+
     def is_read(self, module: nn.Module, name: str) -> bool:
         """Whether the value that an attribute had before may have been read: it was not assigned first."""
         return (id(module), name) not in self._made or not self.are_known(module)

@@ -28,6 +28,7 @@ from .guards.guard_failure import (
     autocast_failure,
     code_failure,
     constant_failure,
+    forward_failure,
     generators_failure,
     nesting_failure,
     packed_failure,
@@ -36,6 +37,7 @@ from .guards.guard_failure import (
     tensor_failure,
 )
 from .guards.module_state import CodeWatch, Reads, attribute, has, is_equal
+from .guards.settings import is_same
 from .refuse_wrappers import refuse_subclass
 
 __all__ = ["CacheEntry", "Explain", "check_tensor"]
@@ -155,7 +157,12 @@ class CacheEntry:
         Raises:
             UnsupportedError: IRC531 for a parameter or buffer of a class that takes over operations.
         """
-        return self._check_arguments(call) or self._check_state(call) or self._bind(call)
+        return (
+            self._check_forward(call)
+            or self._check_arguments(call)
+            or self._check_state(call)
+            or self._bind(call)
+        )
 
     def compiled_for(self, inputs: Sequence[Any]) -> CompiledPlan:
         """Returns the plan for the call whose inputs `bind` returned last."""
@@ -183,9 +190,12 @@ class CacheEntry:
         return length if length is not None and lengths.first <= length <= lengths.last else None
 
     def distance(self, call: CallKey) -> float:
-        """The number of arguments in which a call differs; infinite if the arguments nest otherwise."""
+        """The number of arguments in which a call differs; infinite if it nests them otherwise.
+
+        So it is for a call of another forward.
+        """
         signature = self.compiled.signature
-        if call.tree != signature.in_tree:
+        if call.tree != signature.in_tree or self._check_forward(call):
             return math.inf
         constants = sum(1 for _ in self._differing_leaves(call))
         if constants:
@@ -194,7 +204,7 @@ class CacheEntry:
 
     def varying_numbers(self, call: CallKey) -> frozenset[int]:
         """Returns the indices of numbers that differ in a call, or may; none if other constants do too."""
-        if call.tree != self.compiled.signature.in_tree:
+        if call.tree != self.compiled.signature.in_tree or self._check_forward(call):
             return frozenset()
         found = frozenset(self._differing_leaves(call))
         planned = self.compiled.signature.leaves
@@ -209,6 +219,10 @@ class CacheEntry:
             is_free = place in self._free and type(leaf) is type(wanted)
             if not is_free and not _is_as_planned(leaf, wanted):
                 yield place
+
+    def _check_forward(self, call: CallKey) -> Explain | None:
+        planned = self.compiled.forward
+        return None if is_same(call.forward, planned) else partial(forward_failure, call.forward, planned)
 
     def _check_arguments(self, call: CallKey) -> Explain | None:
         signature = self.compiled.signature

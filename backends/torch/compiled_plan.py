@@ -46,6 +46,7 @@ class CompiledPlan:
         plan: Its certificate.
         reserved: The memory that released gradients take from step to step, by the name of the parameter:
             bytes of `.grad`, or of the optimizer's state.
+        forward: What `forward_key` says of the forward that it was planned for.
         reads: The attributes of the root that the forward reads.
         state: The modes and settings of the submodules that it was planned for; none stands for those that
             the module has when the plan is bound to it.
@@ -70,6 +71,7 @@ class CompiledPlan:
     signature: Signature
     plan: Plan | None = None
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
+    forward: object = None
     reads: Attributes = ()
     state: State = ()
     names: Names = ()

@@ -16,10 +16,11 @@ from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
 from .offload import TierConfig, Traffic
-from .original import FITTED, ORIGINAL, own_forward, unfitted
+from .original import FITTED, ORIGINAL, unfitted
 from .persistence import Persistent, fitted_class
 from .plan_cache import PlanCache, PlannedCall
 from .plan_cache_state import PlanCacheState
+from .planned_forward import forward_key, rebound, replacement
 from .program import Program
 from .refuse_wrappers import refuse_shards
 from .step import run_step
@@ -50,7 +51,7 @@ def bind_program(
         UnsupportedError: IRC505 for hooks on submodules; IRC509 and IRC510 for what stands in the way of
             releasing gradients.
     """
-    compiled = CompiledPlan(program, signature, plan)
+    compiled = CompiledPlan(program, signature, plan, forward=forward_key(replacement(unfitted(module))))
     plans_eval = not dict(signature.modes)[""]
     state = PlanCacheState(None, None, 1, plans_eval, (compiled,), plan, optimizers or {}, tiers=tuple(tiers))
     fitted, plans = bind(module, state)
@@ -80,7 +81,8 @@ def bind(module: nn.Module, state: PlanCacheState) -> tuple[nn.Module, PlanCache
     refuse_hooks(module)
     fitted = object.__new__(fitted_class(_Fitted, module))
     fitted.__dict__.update({ORIGINAL: module, **vars(module)})
-    fitted.__dict__.pop("forward", None)
+    if (forward := replacement(module)) is not None:
+        fitted.__dict__["forward"] = rebound(forward, module, fitted)
     plans = fitted.__dict__[FITTED] = PlanCache(state, fitted)
     return fitted, plans
 
@@ -110,11 +112,24 @@ class _Fitted(Persistent):
         return self.__dict__[FITTED].tiers.traffic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.irc_run(None, args, kwargs)
+
+    def irc_run(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a forward by its plan, or as it is if no plan applies.
+
+        Args:
+            forward: The forward that the module has itself; None for that of its class.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+        if torch.compiler.is_dynamo_compiling():  # of a miss, Dynamo would compile the compiler
+            run: Any = torch.compiler.disable(_run_apart)
+            return run(self, args, kwargs)
         plans: PlanCache | None = self.__dict__.get(FITTED)
         if plans is None:  # somebody called the class for another module
-            return super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs) if forward is None else forward(*args, **kwargs)
         if torch.is_grad_enabled() and plans.apply_to(self):
-            found = plans.find(self, args, kwargs)
+            found = plans.find(self, args, kwargs, forward)
             if found is not None:
                 compiled, inputs = found
                 program, signature = compiled.program, compiled.signature
@@ -128,13 +143,29 @@ class _Fitted(Persistent):
                     refuse_shards(type(self))
                 assigned = Assigned(self, signature.assignments) if signature.assignments else None
                 outputs = run_step(
-                    program, inputs, in_backward, plans.live_forwards, signature.unused, plans.tiers
+                    program,
+                    inputs,
+                    in_backward,
+                    plans.live_forwards,
+                    signature.unused,
+                    plans.tiers,
+                    compiled.reason,
                 )
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs, assigned)
-        if (forward := own_forward(self)) is not None:
-            return forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
+        traced = plans.stand_in()  # what the forward reads and changes there is seen
+        if forward is not None:
+            return (forward if traced is None else rebound(forward, self, traced))(*args, **kwargs)
+        return (
+            super().forward(*args, **kwargs)
+            if traced is None
+            else type(traced).forward(traced, *args, **kwargs)
+        )
+
+
+def _run_apart(fitted: _Fitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the forward that the module has now: Dynamo does not look again whether it has got its own."""
+    return fitted.irc_run(replacement(fitted), args, kwargs)
 
 
 def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:

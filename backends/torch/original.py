@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -14,6 +14,7 @@ from ...ir import Assignment, UnsupportedError, UsageError
 from ...torch_support.attribute_reads import READS_AS_ANY, reads_all
 from ...torch_support.recorders import RECORDERS_MARK
 from .guards.module_state import Attributes, attribute
+from .planned_forward import rebound
 from .refuse_wrappers import wrapper_of
 
 __all__ = [
@@ -23,8 +24,8 @@ __all__ = [
     "Original",
     "check_class",
     "class_of_same_name",
-    "own_forward",
     "unfitted",
+    "unfitted_with",
 ]
 
 FITTED, ORIGINAL = "_irc", "_irc_original"
@@ -43,12 +44,13 @@ class Original:
 
     Args:
         module: Any module, fitted or not.
+        forward: The forward that it runs beside that of its class; None for that one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Any = None) -> None:
         held = self._held = vars(module)
         self._names: set[str] = set()
-        plain = unfitted(module)
+        plain = unfitted_with(module, forward)
         original = type(plain)
         names = self._names
 
@@ -60,7 +62,11 @@ class Original:
 
         members = {"__getattribute__": read, READS_AS_ANY: True}
         kind = class_of_same_name(original, (_Unnoticed, original), members)
-        self.module: nn.Module = _instance(kind, vars(plain))
+        self.module: nn.Module = _instance(kind, vars(plain), plain)
+
+    def add_reads(self, names: Iterable[str]) -> None:
+        """Adds attributes that were read of the module itself: a forward may know it by another name."""
+        self._names.update(names)
 
     def reads(self, assignments: Sequence[Assignment] = ()) -> Attributes:
         """Returns the attributes of the root that were read so far, without parameters and submodules.
@@ -109,6 +115,8 @@ def class_of_same_name(kind: type, bases: tuple[type, ...], members: dict[str, A
 def unfitted(module: nn.Module) -> nn.Module:
     """Returns the module that a fitted one was made of, with its attributes; other modules unchanged.
 
+    A forward that was set on the fitted module is one of its attributes.
+
     Raises:
         UsageError: IRC530 as in `check_class`.
     """
@@ -116,12 +124,21 @@ def unfitted(module: nn.Module) -> nn.Module:
     if original is None:
         return module
     check_class(module, "planned again", may_be_sharded=True)
-    # a forward that was set on the fitted module later wraps the planned one
-    held = {k: value for k, value in vars(module).items() if k not in (FITTED, ORIGINAL, "forward")}
-    forward = own_forward(module)
+    held = {k: value for k, value in vars(module).items() if k not in (FITTED, ORIGINAL)}
+    return _instance(type(original), held, module)
+
+
+def unfitted_with(module: nn.Module, forward: Any) -> nn.Module:
+    """Returns what `unfitted` does, with a forward of its own in place of that of its class if it is given.
+
+    Raises:
+        UsageError: IRC530 as in `check_class`.
+    """
+    plain = unfitted(module)
+    held = {name: value for name, value in vars(plain).items() if name != "forward"}
     if forward is not None:
         held["forward"] = forward
-    return _instance(type(original), held)
+    return _instance(type(plain), held, module)
 
 
 def check_class(fitted: nn.Module, verb: str, *, may_be_sharded: bool = False) -> None:
@@ -145,12 +162,10 @@ def check_class(fitted: nn.Module, verb: str, *, may_be_sharded: bool = False) -
     )
 
 
-def own_forward(fitted: nn.Module) -> Any:
-    """Returns the forward in the `__dict__` of a fitted module's original, or None."""
-    return vars(vars(fitted)[ORIGINAL]).get("forward")
-
-
-def _instance(kind: type[Any], held: dict[str, Any]) -> nn.Module:
+def _instance(kind: type[Any], held: dict[str, Any], module: nn.Module) -> nn.Module:
+    """Makes an instance of a class with attributes of a module, whose own forward becomes its own."""
     made = object.__new__(kind)  # an fx.GraphModule would make a class of its own
     made.__dict__.update(held)
+    if "forward" in held:
+        made.__dict__["forward"] = rebound(held["forward"], module, made)
     return made

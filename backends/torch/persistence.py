@@ -20,6 +20,7 @@ from ...ir import UsageError
 from .original import FITTED, MARK, ORIGINAL, check_class, class_of_same_name
 from .plan_cache import PlanCache
 from .plan_cache_state import PlanCacheState
+from .planned_forward import PlannedForward
 
 __all__ = ["Persistent", "fitted_class"]
 
@@ -92,7 +93,8 @@ def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent
         UnsupportedError: IRC555 as in `class_of_same_name`.
     """
     kind = type(original)
-    forward = functools.wraps(kind.forward)(_signed(base.forward))  # the signature stays visible
+    function = functools.wraps(kind.forward)(_signed(base, kind))  # the signature stays visible
+    forward = PlannedForward(function, vars(base)["irc_run"], kind.forward)
     members: dict[str, Any] = {MARK: True, "forward": forward}
     if not hasattr(original, "plan"):
         members["plan"] = vars(base)["irc_plan"]
@@ -101,11 +103,14 @@ def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent
     return class_of_same_name(kind, (base, kind), members)
 
 
-def _signed(function: Any) -> Any:
-    """Wraps a function, so that the wrapper can get another signature."""
+def _signed(base: type[Persistent], kind: type[nn.Module]) -> Any:
+    """Makes the forward of fitted modules as a function that can get another signature.
+
+    A forward that wraps it, as accelerate's does, is traced with a stand-in of the class that is planned.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
+        return (base if isinstance(self, base) else kind).forward(self, *args, **kwargs)
 
     return forward
 
@@ -153,4 +158,6 @@ def _restore(fitted: Persistent, carried: Carried) -> None:
     fitted.__class__ = fitted_class(type(fitted), original)
     kept = {name: value for name, value in original.__dict__.items() if name not in carried.removed}
     fitted.__dict__.update({**kept, **carried.attributes, ORIGINAL: original})
+    if (forward := fitted.__dict__.pop("forward", None)) is not None:
+        fitted.forward = forward  # pickle reads a method as an attribute of the copy: its class's is none
     fitted.__dict__[FITTED] = PlanCache(carried.state, fitted)

@@ -37,8 +37,9 @@ from .live_forwards import LiveForwards
 from .offload import Tiers
 from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
-from .original import Original, unfitted
+from .original import ORIGINAL, Original, unfitted_with
 from .plan_cache_state import PlanCacheState
+from .planned_forward import forward_key, replacement, watched
 from .planning_locks import is_tracing, parameters_lock, planning
 from .refuse_transforms import refuse_transforms
 from .refuse_wrappers import (
@@ -90,6 +91,8 @@ class PlanCache:
         self.live_forwards = LiveForwards()
         self.tiers = Tiers(state.tiers)
         self.reserved = dict(state.reserved)
+        self._stand_in: nn.Module | None = None
+        """What is traced in place of the root while a call of it is planned."""
         self._latest_entry: CacheEntry | None = None
         """The entry that was planned last."""
         self._deciding_numbers: list[tuple[Any, frozenset[int]]] = []
@@ -97,8 +100,10 @@ class PlanCache:
         parameters = tuple(root.parameters())
         self._lacks_data = bool(parameters) and all(map(lacks_data, parameters))
         """Whether it was planned without weights: no step runs before they are there."""
-        self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
-        """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""
+        self._changing, self._plans_in_a_row = "", 0
+        """The argument or attribute that asked for it, and for how many plans in a row."""
+        self._told_to_change: set[str] = set()
+        """The arguments and attributes of which it was said that they ask for plan after plan."""
         with parameters_lock:
             module_state = ModuleState(root, _ignored(state.compiled_plans, root))
             planned = (
@@ -160,10 +165,20 @@ class PlanCache:
         """
         return (root.training or self._plans_eval) and not is_tracing()
 
+    def stand_in(self) -> nn.Module | None:
+        """Returns the module that this thread traces in place of the fitted one; None if it does not."""
+        return self._stand_in if is_tracing() else None
+
     def find(
-        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None
     ) -> tuple[CompiledPlan, list[Tensor]] | None:
         """Returns the plan for a call and the inputs of its program; plans now if there is none.
+
+        Args:
+            root: The fitted module.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            forward: The forward that the module has itself; None for that of its class.
 
         Returns:
             None if nothing asks for a gradient.
@@ -189,13 +204,14 @@ class PlanCache:
             refuse_subclass(tensor, "input", str(index))
         refuse_transforms(chain(tensors, root.parameters()))
         with parameters_lock:
-            call = CallKey(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
+            state, key = self._current(root), forward_key(forward)
+            call = CallKey(root, args, kwargs, leaves, tree, tensors, state, autocast_state(), key)
             found = self._hit(call)
         if callable(found):
             if self._request is not None and not call.trains():
                 return None
             with planning:
-                free, answers = self._free_numbers(root, call)
+                free, answers = self._free_numbers(root, call, forward)
                 with parameters_lock:
                     self._widen(root, call, free.unread, answers)
                     found = self._hit(call)  # another thread may have planned it by now
@@ -206,7 +222,7 @@ class PlanCache:
                     _refuse_modes(failure)
                     refuse_subclasses(root, leaves)
                     call = self._with_all_settings(root, call)
-                    found = self._plan(root, call, failure, free, answers)
+                    found = self._plan(root, call, forward, failure, free, answers)
         entry, inputs = found
         return entry.compiled_for(inputs), inputs
 
@@ -219,7 +235,7 @@ class PlanCache:
             UnsupportedError: IRC509 and IRC510 for what stands in the way of releasing gradients.
         """
         with planning:
-            compiled, made = self._compiled(root, args, kwargs)
+            compiled, made = self._compiled(root, args, kwargs, replacement(root))
             with parameters_lock:
                 state = self._current(root).state
                 entries = [CacheEntry(replace(each, state=state), root) for each in (*made.others, compiled)]
@@ -277,7 +293,9 @@ class PlanCache:
 
     # ------------------------------------------------------------------ numbers that decide nothing
 
-    def _free_numbers(self, root: nn.Module, call: CallKey) -> tuple[FreeNumbers, TraceAnswers | None]:
+    def _free_numbers(
+        self, root: nn.Module, call: CallKey, forward: Any
+    ) -> tuple[FreeNumbers, TraceAnswers | None]:
         """Finds the numbers that decide nothing in a call, if a plan differs from it in numbers, or may.
 
         It holds for plans whose capture got the same answers. It is asked in vain at most once for each
@@ -290,7 +308,7 @@ class PlanCache:
         if answers is None or _get_current_dispatch_mode_stack():
             return NO_NUMBERS, None
         started = time.perf_counter()
-        free = free_numbers(unfitted(root), call.leaves, call.tree, answers, asked)
+        free = free_numbers(unfitted_with(root, forward), call.leaves, call.tree, answers, asked)
         self._deciding(call, asked - free.places)
         if free.places:
             _log.info(
@@ -329,14 +347,21 @@ class PlanCache:
         root: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        forward: Any,
         varied: VariedCall | None = None,
     ) -> tuple[CompiledPlan, Compilation]:
         """Compiles a call; its plan shares the constants of the plans beside it, and counts them."""
         assert self._compile is not None
-        original = Original(root)
+        original = Original(root, forward)
         reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.compiled_plans)))
-        with torch.inference_mode(False):  # under it there is no backward
-            made = self._compile(original.module, args, kwargs, self._request, reserved, varied)
+        self._stand_in = original.module
+        try:
+            with torch.inference_mode(False), watched(root, forward) as readings:
+                made = self._compile(original.module, args, kwargs, self._request, reserved, varied)
+        finally:
+            self._stand_in = None
+        for each in (root, vars(root)[ORIGINAL]):
+            original.add_reads(readings.names_of(each))
         written = constants_of(self.compiled_plans, are_held=False)
 
         def completed(compiled: CompiledPlan) -> CompiledPlan:
@@ -344,6 +369,7 @@ class PlanCache:
             return replace(
                 compiled,
                 program=sharing(compiled.program, written, compiled.attribute_paths or ()),
+                forward=forward_key(forward),
                 reads=original.reads(compiled.signature.assignments),
                 constants_bytes=reserved.constants_bytes,
             )
@@ -354,6 +380,7 @@ class PlanCache:
         self,
         root: nn.Module,
         call: CallKey,
+        forward: Any,
         failure: GuardFailure,
         free: FreeNumbers,
         answers: TraceAnswers | None,
@@ -362,7 +389,7 @@ class PlanCache:
         started = time.perf_counter()
         varied = None if answers is None else varied_call(call, free, answers)
         try:
-            compiled, made = self._compiled(root, call.args, call.kwargs, varied)
+            compiled, made = self._compiled(root, call.args, call.kwargs, forward, varied)
         except BudgetError as error:
             raise BudgetError(
                 "IRC520",
@@ -444,12 +471,13 @@ class PlanCache:
         return given_up
 
     def _count(self, entry: CacheEntry, failure: GuardFailure, *, is_next: bool) -> None:
-        """Warns once if the same argument has asked for plan after plan."""
+        """Warns once for each argument that has asked for plan after plan."""
         is_same = is_next and failure.changing == self._changing
         self._plans_in_a_row = self._plans_in_a_row + 1 if is_same else 1
         self._latest_entry, self._changing = entry, failure.changing
-        if self._plans_in_a_row == _IN_A_ROW and failure.changing and not self._has_warned:
-            self._has_warned = True
+        is_new = bool(failure.changing) and failure.changing not in self._told_to_change
+        if self._plans_in_a_row == _IN_A_ROW and is_new:
+            self._told_to_change.add(failure.changing)
             _log.warning(
                 "%s differed in %d plans in a row: if it differs in every step, every step is planned anew%s",
                 failure.changing,

@@ -57,7 +57,7 @@ class PlanCacheState:
         known["compiled_plans"] = tuple(
             each
             for each in self.compiled_plans
-            if _why_not((each.state, each.reads, each.code_reads, each.tensor_reads)) is None
+            if _why_not((each.forward, each.state, each.reads, each.code_reads, each.tensor_reads)) is None
         )
         why_not = _why_not(self.request)
         if why_not is not None:

@@ -32,6 +32,7 @@ def run_step(
     live_forwards: LiveForwards | None = None,
     unused: frozenset[int] = frozenset(),
     tiers: Tiers | None = None,
+    reason: str = "",
 ) -> tuple[Tensor, ...]:
     """Runs forward; the outputs carry one autograd node that runs backward.
 
@@ -42,6 +43,7 @@ def run_step(
         live_forwards: Counts the calls whose backward has not run; None if the caller counts them.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
         tiers: The tiers that the program copies to; None if it copies nothing.
+        reason: The call that the plan was made for, in words.
 
     Raises:
         TierError: As `Tiers.session` and the copies themselves; backward too.
@@ -59,7 +61,7 @@ def run_step(
         check_parameters(program, inputs.__getitem__, in_backward)
     differentiable = (inputs[index] for index in program.differentiable)
     session = _session(tiers or Tiers(), program, inputs, in_backward) if program.copies else None
-    return _Step.apply(program, inputs, in_backward, live_forwards, unused, session, *differentiable)
+    return _Step.apply(program, inputs, in_backward, live_forwards, reason, unused, session, *differentiable)
 
 
 def _session(
@@ -86,12 +88,13 @@ class _Step(torch.autograd.Function):
         inputs: list[Tensor],
         in_backward: OptimizersInBackward | None,
         live_forwards: LiveForwards | None,
+        reason: str,
         unused: frozenset[int],
         copies: Session | None,
         *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
         if live_forwards is not None:
-            live_forwards.enter(ctx, program)
+            live_forwards.enter(ctx, program, reason)
         with exclusive(in_backward):
             versions = [(k, inputs[k]._version) for k in program.read_by_backward]
             released = [(at.index, inputs[at.index]._version) for at in program.released.values()]
@@ -125,7 +128,7 @@ class _Step(torch.autograd.Function):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
         picked = (_pick(program, results, program.gradients[k], given) for k in program.differentiable)
-        return (*[None] * 6, *picked)
+        return (*[None] * 7, *picked)
 
 
 def _run_backward(
@@ -189,13 +192,12 @@ def _take_saved(ctx: Any, program: Program) -> tuple[list[Any], Session | None]:
     saved: list[Any] = ctx.saved
     copies: Session | None = ctx.copies
     live_forwards: LiveForwards | None = ctx.live_forwards
-    if _keeps_graph():
-        if live_forwards is not None:
-            live_forwards.retain(program)
+    is_retained = _keeps_graph()
+    if live_forwards is not None:
+        live_forwards.begin_backward(ctx, program, is_retained=is_retained)
+    if is_retained:
         again = [each.clone() if k in program.overwritten else each for k, each in enumerate(saved)]
         return again, copies.retained() if copies is not None else None
-    if live_forwards is not None:
-        live_forwards.leave(ctx)
     ctx.saved = ctx.inputs = ctx.copies = None
     ctx.watched = list[Watched]()
     return saved, copies

@@ -186,7 +186,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_more_forwards_in_flight_than_planned_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_number_of_forwards_in_flight_beyond_the_plan_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     torch.manual_seed(0)
     module, (x,) = net(), image()
     ours = planned_for(2, module, x)
@@ -199,12 +201,40 @@ def test_more_forwards_in_flight_than_planned_are_logged_once(caplog: pytest.Log
     )
     assert "Plan with forwards_in_flight=3" in warning
     fourth = ours(x).sum()
-    for loss in (second, first, fourth, third):
+    assert warnings_of(caplog) == []  # the number is known when the first backward begins
+    second.backward()
+    assert [line[: len("IRC567: 4 forwards")] for line in warnings_of(caplog)] == ["IRC567: 4 forwards"]
+    for loss in (first, fourth, third):
         loss.backward()
+    for _ in range(2):
+        torch.stack([ours(x).sum() for _ in range(4)]).sum().backward()
     assert warnings_of(caplog) == []
     twin = copy.deepcopy(ours)
     kept = [twin(x).sum() for _ in range(3)]
     assert len(warnings_of(caplog)) == len(kept[2:])
+
+
+def test_forwards_of_several_plans_do_not_use_up_the_line_about_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.randn(4, 8)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    ours = irc.optimize(module, (x,), "1MiB", forwards_in_flight=3, costs="analytic", time_limit=1)
+
+    def rollout(count: int) -> list[str]:
+        state = x
+        for _ in range(count):
+            state = ours(state)
+        state.sum().backward()
+        return [line for line in warnings_of(caplog) if "IRC567" in line]
+
+    (several,) = rollout(2)
+    assert "2 forwards of 2 plans" in several and "input 0 has requires_grad=True" in several
+    assert rollout(2) == []
+    numbers = [line.split(":")[1].split("in flight")[0].strip() for line in rollout(6)]
+    assert numbers == ["4 forwards are", "6 forwards are", "6 forwards of 2 plans are"]
+    assert rollout(6) == []
+    assert "8 forwards are" in rollout(8)[0]
 
 
 def test_only_forwards_whose_backward_may_still_run_are_counted(caplog: pytest.LogCaptureFixture) -> None:

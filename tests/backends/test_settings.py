@@ -307,6 +307,24 @@ def test_a_configuration_of_transformers_is_looked_into() -> None:
     assert ours(input_ids=tokens).hidden_states is None and len(ours.irc_plans) == 2
 
 
+def test_what_libraries_write_when_they_save_a_model_is_no_setting(x: Tensor) -> None:
+    kinds: list[tuple[str, Any, str]] = [
+        ("diffusers", collections.OrderedDict, "_class_name"),
+        ("peft", dict, "base_model_name_or_path"),
+    ]
+    for library, base, name in kinds:
+        kind: Any = type("Saved", (base,), {"__module__": f"{library}.configuration"})
+        module: Any = nn.Sequential(nn.Linear(4, 4))
+        module.config = kind(scale=1.0)
+        module.forward = lambda x, module=module: module[0](x) * module.config["scale"]
+        ours = irc.optimize(module, (x,), "1MiB", costs="analytic", strategy="keep-all")
+        module.config[name] = "written"
+        ours(x)
+        assert len(ours.irc_plans) == 1
+        module.config["scale"] = 2.0
+        assert torch.equal(ours(x), module(x)) and len(ours.irc_plans) == 2
+
+
 def test_parametrized_tensors_that_are_cached_are_refused(x: Tensor) -> None:
     module: Any = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
     ours, original = planned(module, x), copy.deepcopy(module)

@@ -28,6 +28,7 @@ class CallKey:
         tensors: The tensors among the leaves.
         module_state: The submodules and their settings at the time of the call.
         autocast: The device types for which automatic casting is on.
+        forward: What `forward_key` says of the forward that is called.
     """
 
     root: nn.Module
@@ -38,6 +39,7 @@ class CallKey:
     tensors: list[Tensor]
     module_state: ModuleState
     autocast: Autocast
+    forward: object
 
     def trains(self) -> bool:
         """Whether an argument or a parameter requires a gradient."""

@@ -25,6 +25,7 @@ __all__ = [
     "autocast_failure",
     "code_failure",
     "constant_failure",
+    "forward_failure",
     "nesting_failure",
     "packed_failure",
     "part_failure",
@@ -58,6 +59,27 @@ class GuardFailure:
         """Makes the error that refuses the call."""
         kind = UsageError if self.code in ("IRC501", "IRC507") else IrcError
         return kind(self.code, self.message, help=self.help)
+
+
+def forward_failure(now: object, planned: object) -> GuardFailure:
+    """Describes another forward than planned, which somebody has given to the module itself."""
+    return GuardFailure(
+        "IRC507",
+        f"the module's forward is {_code_of(now)}; the plan was made for {_code_of(planned)}",
+        "call irc.optimize once the module has the forward that it trains with",
+        changing="the module's forward",
+        advice="set one forward, once",
+    )
+
+
+def _code_of(forward: object) -> str:
+    """Tells where the code of a forward stands."""
+    if forward is None:
+        return "that of its class"
+    code: Any = getattr(forward, "__code__", None)
+    if code is None:
+        return differing(forward, ABSENT)
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def nesting_failure(now: Any, planned: Any) -> GuardFailure:

@@ -40,8 +40,14 @@ _MOST_EXACT = 4096
 """The most items of lists and dicts that are compared by identity in each step; see `Watch`."""
 _PLAIN = (*PLAIN, np.generic, type, types.FunctionType, types.BuiltinFunctionType)
 _COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_ON_SAVING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
-"""The attributes that transformers writes into a configuration when it saves it."""
+_ON_SAVING: dict[str, frozenset[str]] = {
+    "transformers": frozenset(
+        {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+    ),
+    "diffusers": frozenset({"_class_name", "_diffusers_version"}),
+    "peft": frozenset({"base_model_name_or_path"}),
+}
+"""The attributes and items that a library writes into its configurations when it saves a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,8 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
         if count > _LIMITS.items:
             return [("number of items", count)]
         if issubclass(base, dict):
-            return [(_name(key), part) for key, part in dict.items(value)]
+            unread = _on_saving(kind)
+            return [(_name(key), part) for key, part in dict.items(value) if key not in unread]
         if base in (set, frozenset):
             return [(each, None) for each in sorted(map(_name, base.__iter__(value)), key=repr)]
         return cast("list[tuple[object, object]]", list(enumerate(base.__iter__(value))))
@@ -183,9 +190,13 @@ def _name(key: object) -> object:
 
 
 def _attributes(value: Any) -> list[tuple[object, object]]:
-    kind = cast("type[Any]", type(value))
-    unread = _ON_SAVING if kind.__module__.startswith("transformers.") else ()
+    unread = _on_saving(type(value))
     return [(name, part) for name, part in attributes_of(value).items() if name not in unread]
+
+
+def _on_saving(kind: type) -> frozenset[str]:
+    """Returns the names that do not count in an object of a class, as saving writes them."""
+    return _ON_SAVING.get(kind.__module__.partition(".")[0], frozenset())
 
 
 class Watch:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,12 @@ __all__ = [
     "compare",
     "compare_step",
     "measured_peak_bytes",
+    "measured_step",
     "optimizer_of_all",
     "train",
 ]
+
+Result = TypeVar("Result")
 
 _RATE = 1e-3
 
@@ -207,6 +210,26 @@ def measured_peak_bytes(
             static_bytes = _static_bytes(module, (inputs, keywords))
     _clear_gradients(module, inputs)
     return peak + static_bytes + there_bytes
+
+
+def measured_step(module: nn.Module, step: Callable[[], Result], inputs: Any = ()) -> tuple[Result, int]:
+    """Takes a step of your own loop, such as a trainer's, and measures its peak from allocator events.
+
+    Args:
+        module: The module that trains, fitted or not.
+        step: Runs forward and backward.
+        inputs: The batch, nested in any way; only for a module without a plan, whose plan would count it.
+
+    Returns:
+        What the step returns, and its peak in bytes, with all that exists before it: parameters, buffers,
+        inputs, and gradients that are there. A call that is planned within it is measured with its planning.
+    """
+    results: list[Result] = []
+    gradients = () if _releases_gradients(module) else (p.grad for p in module.parameters())
+    there_bytes = sum(allocated_bytes(gradient) for gradient in gradients if gradient is not None)
+    device = next(iter(_cuda_devices(module, [inputs])), "cpu")
+    peak = peak_bytes(lambda: results.append(step()), device)
+    return results[0], peak + _static_bytes(module, inputs) + there_bytes
 
 
 def _static_bytes(module: nn.Module, arguments: Any) -> int:

@@ -1,20 +1,25 @@
-"""Supervised fine-tuning by TRL's `SFTTrainer`, on rows of any length, within one budget.
+"""Supervised fine-tuning by TRL's `SFTTrainer` within a budget.
 
 Run it with `python examples/trl_sft.py`; it needs `pip install trl datasets`. The model is a small Llama with
 random weights, and the rows are random tokens.
 
 What to look out for:
 
-- The example is what the trainer hands to the model: a batch as its collator pads it, with `use_cache=False`
-  and the number of tokens in it.
+- The trainer gives the model a forward of its own, which computes the loss in chunks of the vocabulary. Fit
+  the model after the trainer has it, and put the fitted module into the trainer. One that is fitted before is
+  planned again in the first step.
+- The example is what the trainer hands to that forward, `fused_lm_head=True` among it. The trainer computes
+  its loss from `log_probs`: tell irc so by `loss=`.
 - `SFTConfig` turns gradient checkpointing on and trains in bfloat16 unless it is told otherwise. Leave the
   checkpoints out: irc chooses what runs again.
-- The trainer reads the logits for its metrics, after backward: they are a result of the model and stay.
+- Batches are padded to one length here, so that one plan is for all of them.
 """
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
@@ -22,6 +27,7 @@ import tokenizers
 import torch
 import transformers
 import trl
+from torch import Tensor
 
 import irc
 
@@ -67,6 +73,7 @@ def trainer_of(module: Any, folder: str) -> Any:
     config = trl.SFTConfig(
         folder,
         max_length=LONGEST,
+        pad_to_multiple_of=LONGEST,
         per_device_train_batch_size=ROWS,
         num_train_epochs=1,
         dataloader_drop_last=True,
@@ -84,50 +91,71 @@ def trainer_of(module: Any, folder: str) -> Any:
     return trainer
 
 
-def train(module: Any) -> list[float]:
-    """Trains a model; returns the losses of its steps."""
+def first_batch(trainer: Any) -> dict[str, Any]:
+    """What the trainer hands to the model in its first step; the generator's state is as before."""
+    with torch.random.fork_rng():
+        (batch, *_), _ = trainer.get_batch_samples(
+            iter(trainer.get_train_dataloader()), 1, torch.device("cpu")
+        )
+    return {**batch, "use_cache": False, "fused_lm_head": True}
+
+
+def loss(result: Any) -> Tensor:
+    """What the trainer computes from the result, up to the number of tokens."""
+    return -result.log_probs.sum()
+
+
+def measure_steps(trainer: Any, module: Any) -> list[int]:
+    """Lets a trainer measure each of its own steps; returns the list of their peaks, which grows."""
+    take, peaks = trainer.training_step, list[int]()
+
+    def step(model: Any, inputs: dict[str, Any], *rest: Any) -> Tensor:
+        value, peak = irc.measured_step(module, partial(take, model, inputs, *rest), inputs)
+        peaks.append(peak)
+        return value
+
+    trainer.training_step = step
+    return peaks
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training ends with: losses, the model, and the measured peak of each step."""
+
+    losses: list[float]
+    model: Any
+    peaks: list[int]
+
+
+def train(budget: int | str | None = None, **options: Any) -> Trained:
+    """Trains a model, within a budget if there is one; `options` are those of irc.optimize."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(module, folder)
+        trainer = trainer_of(model(), folder)
+        if budget is not None:
+            batch = first_batch(trainer)
+            fitted = irc.optimize(trainer.model, (), budget, example_kwargs=batch, loss=loss, **options)
+            print(fitted.plan.summary())
+            trainer.model = trainer.model_wrapped = fitted
+        peaks = measure_steps(trainer, trainer.model)
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return Trained(losses, trainer.model, peaks)
 
 
-def example(module: Any) -> dict[str, Any]:
-    """What the trainer hands to the model in its first step."""
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
-        trainer = trainer_of(module, folder)
-        batches = iter(trainer.get_train_dataloader())
-        (batch, *_), items = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
-    return {**batch, "use_cache": False, "num_items_in_batch": items}
-
-
-def peak_of_longest(fitted: Any, batch: dict[str, Any]) -> int:
-    """The measured peak of a step of the longest batch, in bytes."""
-    words = torch.full((ROWS, LONGEST), 3)
-    longest = {**batch, "input_ids": words, "labels": words.clone(), "attention_mask": torch.ones_like(words)}
-    return irc.measured_peak_bytes(fitted, (), keywords=longest, loss=lambda result: result.loss)
-
-
-def main(budget: int | str = "80%", **options: Any) -> bool:
+def main(budget: int | str = "100%", **options: Any) -> bool:
     """Trains the model as it is and fitted; whether losses and weights are the same bit for bit."""
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    original, module = model(), model()
-    batch = example(module)
-    dynamic = {"input_ids": {1: (SHORTEST, LONGEST)}}
-    fitted = irc.optimize(module, (), budget, example_kwargs=batch, dynamic=dynamic, **options)
-    print(fitted.plan.summary())
-    expected, losses = train(original), train(fitted)
-    pairs = zip(original.parameters(), module.parameters(), strict=True)
-    is_same = expected == losses and all(torch.equal(a, b) for a, b in pairs)
-    print(f"losses {losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
-    measured = peak_of_longest(fitted, batch)
-    plan = fitted.plan
+    original, fitted = train(), train(budget, **options)
+    pairs = zip(original.model.parameters(), fitted.model.parameters(), strict=True)
+    is_same = original.losses == fitted.losses and all(torch.equal(a, b) for a, b in pairs)
+    print(f"losses {fitted.losses}: {'the same' if is_same else 'DIFFERENT'} as without irc")
+    plan, measured = fitted.model.plan, max(fitted.peaks)
     print(
-        f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, "
-        f"measured {measured:,} B for the longest batch"
+        f"budget {plan.budget_bytes:,} B, predicted peak {plan.peak_bytes:,} B, own steps {measured:,} B, "
+        f"{max(original.peaks):,} B without irc"
     )
-    return is_same and measured <= plan.peak_bytes
+    return is_same and measured <= plan.peak_bytes and len(fitted.model.irc_plans) == 1
 
 
 if __name__ == "__main__":

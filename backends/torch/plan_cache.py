@@ -29,7 +29,7 @@ from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .guards.call_key import CallKey
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import NO_NUMBERS, FreeNumbers, free_numbers
-from .guards.guard_failure import GuardFailure, part_failure
+from .guards.guard_failure import FORWARD, GuardFailure, part_failure
 from .guards.module_state import ModuleState
 from .guards.settings import is_same
 from .hooks import refuse_hooks_of
@@ -397,7 +397,9 @@ class PlanCache:
                 f"{error.message}",
                 minimum_bytes=error.minimum_bytes,
                 at=error.at,
-                help="call the module with less at once, or call irc.optimize with a larger budget",
+                help=f"{failure.help}, and with a larger budget"
+                if failure.changing == FORWARD
+                else "call the module with less at once, or call irc.optimize with a larger budget",
             ) from error
         except IrcError as error:
             cause = error.__cause__ if error.code == "IRC349" else None

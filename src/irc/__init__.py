@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .compiler.pareto.sweep import pareto
     from .compiler.pipeline.api import pipeline
     from .compiler.report import report
-    from .compiler.training import measured_peak_bytes
+    from .compiler.training import measured_peak_bytes, measured_step
     from .frontends.onnx import from_onnx
     from .frontends.torch.annotations import keep, recompute, unmark
     from .ir import (
@@ -61,6 +61,7 @@ __all__ = [
     "keep",
     "max_batch",
     "measured_peak_bytes",
+    "measured_step",
     "optimize",
     "pareto",
     "pipeline",
@@ -83,6 +84,7 @@ _MODULES = {
     "keep": ".frontends.torch.annotations",
     "max_batch": ".compiler.estimate.largest_batch",
     "measured_peak_bytes": ".compiler.training",
+    "measured_step": ".compiler.training",
     "optimize": ".compiler.optimize",
     "pareto": ".compiler.pareto.sweep",
     "pipeline": ".compiler.pipeline.api",

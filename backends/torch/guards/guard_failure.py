@@ -20,6 +20,7 @@ from .module_state import ModuleState, State, differing_modules, relevant_settin
 from .settings import ABSENT, differing, is_plain
 
 __all__ = [
+    "FORWARD",
     "GuardFailure",
     "attribute_failure",
     "autocast_failure",
@@ -33,6 +34,10 @@ __all__ = [
     "state_failure",
     "tensor_failure",
 ]
+
+
+FORWARD = "the module's forward"
+"""What changes if a module gets another forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,9 @@ def forward_failure(now: object, planned: object) -> GuardFailure:
     """Describes another forward than planned, which somebody has given to the module itself."""
     return GuardFailure(
         "IRC507",
-        f"the module's forward is {_code_of(now)}; the plan was made for {_code_of(planned)}",
+        f"{FORWARD} is {_code_of(now)}; the plan was made for {_code_of(planned)}",
         "call irc.optimize once the module has the forward that it trains with",
-        changing="the module's forward",
+        changing=FORWARD,
         advice="set one forward, once",
     )
 

@@ -93,6 +93,7 @@ def test_public_names_exist() -> None:
         "keep",
         "max_batch",
         "measured_peak_bytes",
+        "measured_step",
         "optimize",
         "pareto",
         "pipeline",

@@ -21,6 +21,8 @@ from .source_lines import user_line
 
 __all__ = ["GlobalSettings"]
 
+_deterministic: Any = deterministic
+
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
@@ -40,7 +42,7 @@ class _Setting:
 
 
 def _set_fill(value: bool) -> None:
-    deterministic.fill_uninitialized_memory = value  # pyright: ignore[reportAttributeAccessIssue]
+    _deterministic.fill_uninitialized_memory = value
 
 
 def _flags() -> tuple[bool, ...]:
@@ -62,7 +64,7 @@ _SETTINGS = (
         is_at_run=True,
     ),
     _Setting(
-        "fill of new memory", lambda: deterministic.fill_uninitialized_memory, _set_fill, is_at_run=True
+        "fill of new memory", lambda: _deterministic.fill_uninitialized_memory, _set_fill, is_at_run=True
     ),
     _Setting(
         "precision of float32 products",

@@ -15,6 +15,8 @@ from support.torch_cases import assert_same, fitted, outcome
 from torch import Tensor, nn
 from torch.nn import functional
 
+import irc
+
 torch.set_num_threads(1)
 
 SHAPE = (2, 4, 6, 6)
@@ -90,3 +92,36 @@ def test_the_numbers_within_modules_are_those_of_eager(name: str, dtype: torch.d
 @given(rate=st.sampled_from(RATES) | st.floats(0, 1), dtype=st.sampled_from(DTYPES))
 def test_dropout_at_any_rate_is_that_of_eager(rate: float, dtype: torch.dtype) -> None:
     assert_draws_the_same(FORWARDS["dropout"], rate, dtype)
+
+
+class Scheduled(nn.Module):
+    """A model whose rate of dropout changes, without operations that take a workspace."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64))
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(functional.gelu(self.dropout(functional.gelu(x * self.weight))))
+
+
+def smallest_budget(rate: float, dtype: torch.dtype) -> tuple[Scheduled, Tensor, int]:
+    module, x = Scheduled(rate).to(dtype), torch.randn(512, 64, dtype=dtype)
+    with pytest.raises(irc.BudgetError) as refused:
+        irc.optimize(module, (x,), 1, costs="analytic")
+    return module, x, refused.value.minimum_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_needs_the_same_memory_at_every_rate(dtype: torch.dtype) -> None:
+    """Eager's factor is that of the kernel which keeps a mask at some rates alone (0.1, and not 0.15)."""
+    _, _, budget = smallest_budget(0.1, dtype)
+    module, x, minimum = smallest_budget(0.15, dtype)
+    assert minimum == budget
+    ours: Any = irc.optimize(copy.deepcopy(module), (x,), budget, costs="analytic")
+    for rate in (0.15, 0.1, 0.3):
+        ours.dropout.p = module.dropout.p = rate
+        ours.zero_grad()
+        module.zero_grad()
+        assert_same(outcome(ours, (x,), {}), outcome(module, (x,), {}))

@@ -35,7 +35,8 @@ def _dropout(data: Tensor, rate: float, train: bool) -> Tensor:
 
     Eager on a CPU draws ones and zeros and divides them by `1 - rate`. The kernel that keeps a mask
     multiplies by `1 / (1 - rate)`, which may round to another number, and its gradient rounds otherwise in
-    half precision. Then its mask alone is taken.
+    half precision. Then its mask alone is taken, and the same operations follow with eager's factor: a step
+    needs the same memory at every rate.
     """
     if not train or rate == 0 or data.numel() == 0:
         return data
@@ -45,7 +46,21 @@ def _dropout(data: Tensor, rate: float, train: bool) -> Tensor:
     if data.device.type != "cpu":
         return output
     scale, is_of_kernel = _scale(rate, data.dtype)
-    return output if is_of_kernel else data * mask * scale
+    return output if is_of_kernel else _Product.apply(data, mask, scale)
+
+
+class _Product(torch.autograd.Function):
+    """The product with a mask and a factor, by the operation that is its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(data, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        return torch.ops.aten.native_dropout_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
 
 
 @functools.cache

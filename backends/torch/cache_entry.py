@@ -202,6 +202,13 @@ class CacheEntry:
             return 1000 + constants  # a number decides more than a shape
         return sum(not _is_of(call.tensors[argument], wanted) for _, argument, wanted in self._arguments)
 
+    def shapes_of(self, name: str, call: CallKey) -> Iterator[Sequence[int]]:
+        """Yields the shapes of an argument as planned and in a call, if the arguments nest alike."""
+        if call.tree == self.compiled.signature.in_tree:
+            for index, argument, (shape, *_) in self._arguments:
+                if _name(self.compiled.program.statics[index]) == name:
+                    yield from (shape, call.tensors[argument].shape)
+
     def varying_numbers(self, call: CallKey) -> frozenset[int]:
         """Returns the indices of numbers that differ in a call, or may; none if other constants do too."""
         if call.tree != self.compiled.signature.in_tree or self._check_forward(call):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir import IrcError, Location, Plan, Signature
+from ...ir import THROUGH_DYNAMO, IrcError, Location, Plan, Signature
 from .assignments import Assigned
 from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
@@ -181,10 +181,10 @@ def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[T
             raise IrcError(
                 "IRC347",
                 f"the model's code reads {found}; it read {branch.value} from the example arguments: "
-                "this step takes another branch than the plan",
+                "this step takes another branch than the plan, or the model raises there",
                 at=Location(source=branch.where),
-                help="plan without specialize_branches to see what can be done about this line, or use the "
-                "original model for such batches",
+                help="train such batches with the original model, which raises if they are not valid; or "
+                f"{THROUGH_DYNAMO}, which leaves the branch to Python",
             )
 
 

@@ -29,7 +29,7 @@ from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .guards.call_key import CallKey
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import NO_NUMBERS, FreeNumbers, free_numbers
-from .guards.guard_failure import FORWARD, GuardFailure, part_failure
+from .guards.guard_failure import FORWARD, PAD, RANGE, GuardFailure, part_failure
 from .guards.module_state import ModuleState
 from .guards.settings import is_same
 from .hooks import refuse_hooks_of
@@ -93,6 +93,8 @@ class PlanCache:
         self.reserved = dict(state.reserved)
         self._stand_in: nn.Module | None = None
         """What is traced in place of the root while a call of it is planned."""
+        self._has_range = getattr(state.request, "dynamic", None) is not None
+        """Whether a range of sizes was asked for."""
         self._latest_entry: CacheEntry | None = None
         """The entry that was planned last."""
         self._deciding_numbers: list[tuple[Any, frozenset[int]]] = []
@@ -387,6 +389,7 @@ class PlanCache:
     ) -> tuple[CacheEntry, list[Tensor]]:
         """Plans a call that differs from those before; returns the plan and its inputs."""
         started = time.perf_counter()
+        failure = self._advised(failure, call)
         varied = None if answers is None else varied_call(call, free, answers)
         try:
             compiled, made = self._compiled(root, call.args, call.kwargs, forward, varied)
@@ -425,6 +428,20 @@ class PlanCache:
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
         return entry, inputs
+
+    def _advised(self, failure: GuardFailure, call: CallKey) -> GuardFailure:
+        """Returns a failure that names a range of sizes as the way out only where it is one.
+
+        It is none if a range is planned already, or if calls differ in two sizes of the tensor.
+        """
+        if failure.advice != RANGE:
+            return failure
+        shapes = {
+            tuple(shape) for entry in self._entries for shape in entry.shapes_of(failure.changing, call)
+        }
+        varying = [len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)]
+        is_out = sum(varying) == 1 and not self._has_range
+        return failure if is_out else replace(failure, advice=PAD)
 
     def _adopt(self, entry: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
         """Lets a new plan release gradients, some of them to new optimizers."""

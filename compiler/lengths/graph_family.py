@@ -20,6 +20,8 @@ from ...ir import (
     Schedule,
     Signature,
     UnsupportedError,
+    UsageError,
+    first_line,
     same_graph,
 )
 from ...ir.lengths import DiffersByLength, fit, generalize, numbers_by_length, specialize
@@ -132,7 +134,7 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
     """
     if not call.is_plain:
         raise UnsupportedError("IRC351", "a tensor that has the length is not row-major")
-    captured, names = captured_call(module, *call.at(last), request)
+    captured, names = _captured_at(module, call, request, last, with_eager=True)
     if has_kernels(captured.graph):
         raise UnsupportedError("IRC351", "recurrent layers are traced step by step")
     on_gpu = any(storage.device.startswith("cuda") for storage in captured.graph.storages)
@@ -151,11 +153,12 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
             time_limit=seconds_to_capture(request.plan.time_limit),
         )
     if last - first < _FEWEST:
+        _captured_at(module, call, request, first - 1)
         raise UnsupportedError(
             "IRC351", f"length {last} takes another way through the model than {first - 1}"
         )
     lengths = last, first, first + (last - first) * 5 // 8
-    others = [captured_call(module, *call.at(length), request, with_eager=False)[0] for length in lengths[1:]]
+    others = [_captured_at(module, call, request, length)[0] for length in lengths[1:]]
     if any(not _is_alike(captured, other) for other in others):
         raise UnsupportedError("IRC351", "the calling convention differs between lengths")
     prepared = prepared_call(captured, request)
@@ -167,6 +170,28 @@ def graph_family(module: nn.Module, call: LengthCall, request: Request, last: in
     if any(not number.is_most_at(first, last) for number in numbers_by_length(_storages(general))):
         raise UnsupportedError("IRC351", "a tensor is larger for a shorter length")
     return GraphFamily(first, last, captured, names, prepared, general)
+
+
+def _captured_at(
+    module: nn.Module, call: LengthCall, request: Request, length: int, *, with_eager: bool = False
+) -> tuple[Captured, Names]:
+    """The call at a length, as `captured_call` returns it.
+
+    Raises:
+        IrcError: As `captured_call`.
+        UnsupportedError: IRC351 if the model itself raises at this length.
+    """
+    try:
+        return captured_call(module, *call.at(length), request, with_eager=with_eager)
+    except UsageError as error:
+        if error.code != "IRC349" or length == call.length:
+            raise
+        cause = error.__cause__ or error
+        raise UnsupportedError(
+            "IRC351",
+            f"a call with {call.name} of {length} is not valid, as the model raises {type(cause).__name__}: "
+            f"{first_line(cause)}",
+        ) from error
 
 
 def _storages(general: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -802,6 +802,31 @@ def test_a_root_attribute_that_changes_is_refused_with_one_plan() -> None:
         ours(*rows(3))
 
 
+def advice(caplog: pytest.LogCaptureFixture, ours: nn.Module, *shapes: tuple[int, int]) -> list[str]:
+    """What the log advises for calls of these shapes."""
+    caplog.clear()
+    for shape in shapes:
+        ours(torch.randn(*shape, 4))
+    texts = (text.rpartition("; ")[2] for text in caplog.messages if text.startswith("planned again"))
+    return [text if text.startswith("pad") else "" for text in texts]
+
+
+def test_a_range_is_advised_where_one_size_varies_and_then_trains(caplog: pytest.LogCaptureFixture) -> None:
+    pad = "pad it to few shapes"
+    either = f"{pad}, or plan for a range of them with dynamic= of irc.optimize"
+    module, example = tanh(), (torch.randn(3, 8, 4),)
+    ours = irc.optimize(copy.deepcopy(module), example, PLENTY, costs="analytic")
+    assert advice(caplog, ours, (3, 7), (3, 6), (2, 8)) == [either, either, pad]
+    assert advice(caplog, irc.optimize(copy.deepcopy(module), example, PLENTY, costs="analytic"), (2, 7)) == [
+        pad
+    ]
+    ranged = irc.optimize(copy.deepcopy(module), example, PLENTY, costs="analytic", dynamic={0: {1: (3, 20)}})
+    assert advice(caplog, ranged, (3, 7), (3, 20)) == []
+    assert advice(caplog, ranged, (2, 7), (3, 21)) == [pad, pad]
+    for length in (3, 20):
+        assert_steps_agree(ranged, module, torch.randn(3, length, 4))
+
+
 NAN = float("nan")
 ODD_VALUES: list[Any] = [
     *(NAN, -NAN, 0.0, -0.0, 1, 1.0, True, np.float64(1.0), np.float32(1.0), np.int64(1), np.float32("nan")),

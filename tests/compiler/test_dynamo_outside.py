@@ -678,3 +678,35 @@ def test_numpys_numbers_in_a_graph_are_refused_and_the_cure_works() -> None:
             numpy.random.seed(0)
             step(one, x)
     assert_same(model, twin)
+
+
+class Clipping(Net):
+    """Looks at its data: one branch is rare, and one batch is not valid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100:
+            raise ValueError("too large")
+        if x.abs().max() > 10:
+            x = x.clamp(-2, 2)
+        return self.c(self.b(self.a(x)))
+
+
+def test_where_a_branch_is_refused_by_either_name_the_cure_trains_all_batches() -> None:
+    model, x = Clipping(), torch.randn(BATCH, WIDTH)
+    with pytest.raises(irc.UnsupportedError, match="IRC332") as refused:
+        irc.optimize(model, (x,), "1GiB", costs="analytic")
+    fitted = irc.optimize(model, (x,), "1GiB", costs="analytic", specialize_branches=True)
+    with pytest.raises(irc.IrcError, match="IRC347") as branched:
+        fitted(20 * x)
+    cure = 'train with torch.compile(model, backend=irc.backend(budget, outside="measured"))'
+    assert cure in (refused.value.help or "") and cure in (branched.value.help or "")
+    assert "specialize_branches" not in (branched.value.help or "")
+    original = copy.deepcopy(model)
+    ours, _ = compiled(model)
+    for batch in (x, 20 * x, x):
+        step(ours, batch)
+        step(original, batch)
+        for p, q in zip(model.parameters(), original.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="too large"):
+        ours(1000 * x)

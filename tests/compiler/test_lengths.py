@@ -212,6 +212,36 @@ def test_calls_of_any_rows_under_any_autocast_have_plans_for_their_lengths(
     assert len(set(kinds)) > 1, "one plan would be for all lengths"
 
 
+class Positioned(nn.Module):
+    """Adds a table of 16 positions: longer calls are not valid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 4)
+        self.positions = nn.Parameter(torch.randn(1, 16, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids) + self.positions[:, : ids.shape[1]]).mean()
+
+
+def test_lengths_that_the_model_refuses_are_named_and_raise_as_in_eager(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = Positioned()
+    settings: dict[str, Any] = {"costs": "analytic", "dynamic": {"ids": {1: (FIRST, 40)}}}
+    ours = irc.optimize(copy.deepcopy(module), tokens(12), "1MiB", **settings)
+    assert "a call with dimension 1 of argument ids of 40 is not valid, as the model raises" in caplog.text
+    assert_agree(ours, module, *tokens(12))
+    with pytest.raises(RuntimeError, match="The size of tensor a") as raised:
+        ours(*tokens(40))
+    assert not isinstance(raised.value, irc.IrcError)
+    settings["dynamic"]["ids"] = {1: (3, 15)}
+    ours = irc.optimize(copy.deepcopy(module), tokens(12), "1MiB", **settings)
+    for length in (3, 15):
+        assert_agree(ours, module, *tokens(length))
+    assert len(ours.irc_plans) == 1  # pyright: ignore
+
+
 @pytest.mark.slow
 def test_sequences_of_any_length_are_planned_up_to_the_longest_that_came() -> None:
     module = language_model(rotary)

@@ -21,6 +21,8 @@ from .settings import ABSENT, differing, is_plain
 
 __all__ = [
     "FORWARD",
+    "PAD",
+    "RANGE",
     "GuardFailure",
     "attribute_failure",
     "autocast_failure",
@@ -134,7 +136,9 @@ def _shown(leaf: object) -> str:
     return "a tensor" if isinstance(leaf, (Tensor, Slot)) else repr(leaf)
 
 
-_ADVICE = "pad it to few shapes, or plan for a range of them with dynamic= of irc.optimize"
+PAD = "pad it to few shapes"
+RANGE = f"{PAD}, or plan for a range of them with dynamic= of irc.optimize"
+"""The advice for a tensor of which one size differs, if no range is planned yet."""
 
 
 def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFailure:
@@ -161,7 +165,11 @@ def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFail
     now = _described(dtype, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.device))
     planned = _described(wanted.dtype.value, wanted.shape, wanted.strides, wanted.device)
     message = f"{name} is {now}; the plan was made for {planned}"
-    return GuardFailure("IRC501", message, help, changing=name, advice=_ADVICE)
+    sizes = list(zip(tensor.shape, wanted.shape, strict=False))
+    differing_sizes = sum(size != other for size, other in sizes)
+    if tensor.dim() != len(wanted.shape) or not differing_sizes:
+        return GuardFailure("IRC501", message, help, changing=name)
+    return GuardFailure("IRC501", message, help, changing=name, advice=RANGE if differing_sizes == 1 else PAD)
 
 
 def packed_failure(name: str) -> GuardFailure:

@@ -25,12 +25,15 @@ from irc.ir import BudgetError, IrcError, Plan, first_line
 from irc.torch_support.bits import same_bits
 
 from .loops import OPTIMIZERS, StepRecord, around, generator_states, loss_of, run
-from .programs import Program, arguments, build, to_json
+from .programs import Program, arguments, build, sources, to_json
 
 __all__ = ["BAD", "Outcome", "Verdict", "examine"]
 
 _MOST_ULPS = 100.0
-_SECONDS = 1.0
+_MOST_HALF_ULPS = 4.0
+"""The same where something is computed in 16 bits."""
+
+_SECONDS = 0.3
 
 
 class Verdict(StrEnum):
@@ -171,6 +174,8 @@ def _planned(program: Program, original: nn.Module, folder: str, notes: _Notes) 
         options["swap"] = f"disk:{folder}:1GiB"
     if name := options.get("optimizer_in_backward"):
         options["optimizer_in_backward"] = OPTIMIZERS[name]
+    if options.get("dynamic") == "rows":
+        options["dynamic"] = {"x": {0: (2, 4)}}
     if program.loop.is_told:
         options["loss"] = loss_of(program)
     budget: str | int = 1 if program.budget == "min" else program.budget
@@ -254,15 +259,15 @@ def _check_step(
     if states := _other_states(expected.states, record.states):
         raise _Ended(Verdict.DIFFERENT, f"generators {states}", where)
     apart: dict[str, float] = {}
+    unit = _unit(program)
     for name, value in expected.numbers.items():
-        apart |= _ulps(name, value, record.numbers.get(name, "missing"))
+        apart |= _ulps(name, value, record.numbers.get(name, "missing"), unit)
     if not apart:
         return False
     worst = max(apart, key=lambda name: apart[name])
     size = _size(apart, expected)
-    told = (
-        f"{where}: {worst} by {apart[worst]:.3g} ulp; also {', '.join(list(apart)[:6])} ({len(apart)} in all)"
-    )
+    others = ", ".join(list(apart)[:6])
+    told = f"{where}: {worst} by {apart[worst]:.3g} ulp; {len(apart)} tensors: {others}"
     if names or reordered:
         if size == "not rounding":
             raise _Ended(
@@ -292,14 +297,29 @@ def _is_unsteady(program: Program) -> bool:
     """Whether eager itself gives other numbers when it runs again."""
     twice = [_eager(program) for _ in range(2)]
     return any(
-        _ulps(name, value, other.numbers[name])
+        _ulps(name, value, other.numbers[name], 0.0)
         for one, other in zip(*twice, strict=True)
         for name, value in one.numbers.items()
     )
 
 
-def _ulps(name: str, expected: Any, value: Any) -> dict[str, float]:
-    """How far a tensor is off, in ulps of its largest element; empty if its bits are the same."""
+def _unit(program: Program) -> float:
+    """The ulp of 1 in the coarsest type that a program computes in."""
+    words = str(program) + " ".join(sources(program))
+    if any(word in words for word in ("autocast", "float16", "half", "cast(")):
+        return torch.finfo(torch.bfloat16).eps * _MOST_HALF_ULPS / _MOST_ULPS
+    return torch.finfo(getattr(torch, program.dtype)).eps
+
+
+def _ulps(name: str, expected: Any, value: Any, unit: float) -> dict[str, float]:
+    """How far a tensor is off, in ulps of its largest element; empty if its bits are the same.
+
+    Args:
+        name: Of the tensor.
+        expected: The original's.
+        value: The fitted module's.
+        unit: The least ulp of 1.
+    """
     if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
         same = type(expected) is type(value) and (expected == value or expected != expected)
         return {} if same else {name: math.inf}
@@ -310,8 +330,8 @@ def _ulps(name: str, expected: Any, value: Any) -> dict[str, float]:
         return {name: math.inf}
     if off == 0:
         return {name: 0.0}  # zeros of another sign
-    unit = torch.finfo(expected.dtype).eps * scale
-    return {name: off / unit if unit else math.inf}
+    ulp = max(unit, torch.finfo(expected.dtype).eps) * scale
+    return {name: off / ulp if ulp else math.inf}
 
 
 def _check_peak(program: Program, fitted: Any) -> None:

@@ -124,8 +124,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "specialize_branches": (True,),
     "forwards_in_flight": (2,),
     "swap": ("disk",),
-    "plans": (1, 2),
-    "dynamic": ("batch", "sequence", {"x": {0: (1, 3)}}),
+    "plans": (2,),
+    "dynamic": ("batch", "sequence", "rows"),
     "exact": ("sums",),
     "compiler": (),
 }
@@ -137,6 +137,10 @@ _WIRINGS = "plain", "residual", "residual_in_place", "twice", "checkpoint", "aut
 _LAYOUTS = "contiguous", "permuted", "sliced", "expanded", "offset"
 _RESULTS = "tensor", "tuple", "dict", "loss", "with_argument", "nested"
 _BUDGETS = "100%", "100%", "min", "min", "70%", "1GiB"
+_NOT_BESIDE_OPTIMIZERS = (
+    *("accumulate_gradients", "forwards_in_flight"),
+    *("accumulated", "in_flight", "retains", "clips", "gradient", "zeroing"),
+)
 _RARE = 0.09
 
 
@@ -210,6 +214,9 @@ def draw(seed: int) -> Program:
         options["costs"] = "measured"
     if loop.get("in_flight") and choices.random() < 0.7:
         options["forwards_in_flight"] = 2
+    if "optimizer_in_backward" in options:  # what it excludes, as its documentation says
+        options = {name: value for name, value in options.items() if name not in _NOT_BESIDE_OPTIMIZERS}
+        loop = {name: value for name, value in loop.items() if name not in _NOT_BESIDE_OPTIMIZERS}
     return Program(
         seed,
         blocks,
@@ -218,7 +225,7 @@ def draw(seed: int) -> Program:
         Loop(**loop),
         choices.choices(("float32", "float64", "bfloat16"), (18, 1, 1))[0],
         _rare(choices, _LAYOUTS[1:], 0.2) or "contiguous",
-        choices.choice((1, 2, 3, 4)),
+        choices.choice((2, 3, 4) if options.get("dynamic") == "rows" else (1, 2, 3, 4)),
         choices.random() < 0.2,
         choices.choice(_RESULTS),
     )

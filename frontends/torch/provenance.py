@@ -25,13 +25,23 @@ from torch.overrides import TorchFunctionMode
 
 from ...ir import Location
 from .annotation_scopes import Scope, Scopes
+from .cast_caches import CastCache, CastCaches
 from .source_lines import described, is_capture, is_library, user_line
 
-__all__ = ["is_converted_by_code", "location_of", "raised_at", "raised_code", "recording", "scopes_of"]
+__all__ = [
+    "cast_cache_of",
+    "is_converted_by_code",
+    "location_of",
+    "raised_at",
+    "raised_code",
+    "recording",
+    "scopes_of",
+]
 
 _KEY = "irc.location"
 _SCOPES_KEY = "irc.scopes"
 _CONVERTS_KEY = "irc.converts"
+_CASTS_KEY = "irc.casts"
 _CONVERSIONS = frozenset(
     {
         torch.Tensor.to,
@@ -57,11 +67,12 @@ _QUESTIONS = frozenset(
 class _Annotate(TorchFunctionMode):
     """Hands the current location to the tracer before each torch function that may compute something."""
 
-    def __init__(self, root: nn.Module, path: list[str], scopes: Scopes) -> None:
+    def __init__(self, root: nn.Module, path: list[str], scopes: Scopes, casts: CastCaches) -> None:
         super().__init__()
         self.root = root
         self.path = path
         self.scopes = scopes
+        self.casts = casts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUESTIONS:
@@ -76,6 +87,7 @@ class _Annotate(TorchFunctionMode):
             _KEY: where,
             _SCOPES_KEY: self.scopes.around(where.onnx_node),
             _CONVERTS_KEY: func in _CONVERSIONS,
+            _CASTS_KEY: self.casts.current(),
         }
         with fx_traceback.annotate(notes):
             return func(*args, **(kwargs or {}))
@@ -119,8 +131,10 @@ def recording(root: nn.Module) -> Generator[Scopes]:
             scopes.leave()
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    casts = CastCaches()
+    annotate = _Annotate(root, path, scopes, casts)
     try:
-        with fx_traceback.preserve_node_meta(), scopes.recording(), _Annotate(root, path, scopes):
+        with fx_traceback.preserve_node_meta(), scopes.recording(), casts.counting(), annotate:
             yield scopes
     finally:
         for hook in hooks:
@@ -135,6 +149,11 @@ def location_of(node: torch.fx.Node) -> Location | None:
 def is_converted_by_code(node: torch.fx.Node) -> bool:
     """Whether the model's code asks for the element type of what a traced node makes, as `Tensor.to` does."""
     return bool((node.meta.get("custom") or {}).get(_CONVERTS_KEY))
+
+
+def cast_cache_of(node: torch.fx.Node) -> CastCache | None:
+    """Where autocast would keep what a traced node casts; a backward node has its forward operation's."""
+    return (node.meta.get("custom") or {}).get(_CASTS_KEY)
 
 
 def scopes_of(node: torch.fx.Node) -> tuple[Scope, ...]:

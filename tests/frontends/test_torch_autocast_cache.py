@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -109,3 +110,81 @@ def test_a_step_that_keeps_no_casts_has_another_plan() -> None:
         pytest.raises(irc.IrcError, match=r"IRC502.*no casts kept"),
     ):
         alone(x)
+
+
+def region(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    return torch.autocast("cpu", dtype, **options)
+
+
+def in_a_region(m: Any, x: Tensor) -> Tensor:
+    with region():
+        return loop(m, x)
+
+
+def in_two_regions(m: Any, x: Tensor) -> Tensor:
+    with region():
+        y = loop(m, x)
+    with region():
+        return m.lin(m.lin(y.float())).float() + m.lin(x)
+
+
+def in_nested_regions(m: Any, x: Tensor) -> Tensor:
+    with region():
+        y = m.lin(x)
+        with region():
+            y = m.lin(y)
+        with region(enabled=False):
+            y = m.lin(y.float())
+        return m.lin(y)
+
+
+def in_a_region_without_cache(m: Any, x: Tensor) -> Tensor:
+    with region(cache_enabled=False):
+        return loop(m, x)
+
+
+def beside_a_region(m: Any, x: Tensor) -> Tensor:
+    return loop(m, x) + in_a_region(m, x) * m.lin.weight.sum()
+
+
+REGIONS = [in_a_region, in_two_regions, in_nested_regions, in_a_region_without_cache, beside_a_region]
+
+
+@pytest.mark.parametrize("forward", REGIONS)
+@pytest.mark.parametrize("around", [region, contextlib.nullcontext])
+def test_regions_within_a_forward_keep_their_casts_as_in_eager(
+    forward: Callable[[Any, Tensor], Tensor], around: Callable[[], Any]
+) -> None:
+    original, x = model(forward), torch.randn(8, 8)
+    with around():
+        ours = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
+    assert ours.plan.roundings == ()
+    for module in (ours, original):
+        with around():
+            result = module(x)
+        result.float().square().sum().backward()
+    assert_equal(*([p.grad for p in module.parameters()] for module in (ours, original)))
+
+
+def test_a_region_casts_a_parameter_once() -> None:
+    assert casts(model(in_a_region), torch.randn(8, 8)) == 1 + 2 + 2, (
+        "the input, two parameters, two gradients"
+    )
+    assert torch.is_autocast_cache_enabled() and torch.clear_autocast_cache.__name__ == "clear_autocast_cache"
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+def test_recurrent_layers_in_a_region_have_the_bits_of_eager(kind: Any) -> None:
+    torch.manual_seed(0)
+    original, x = Model(lambda m, x: m.layer(x)[0], layer=kind(8, 8)), torch.randn(5, 2, 8)
+    original = Model(in_region_of, layer=original)
+    ours = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
+    assert ours.plan.roundings == ()
+    for module in (ours, original):
+        module(x).square().sum().backward()
+    assert_equal(*([p.grad for p in module.parameters()] for module in (ours, original)))
+
+
+def in_region_of(m: Any, x: Tensor) -> Tensor:
+    with region():
+        return m.layer(x).float()

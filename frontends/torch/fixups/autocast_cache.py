@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
-from ..provenance import is_converted_by_code
+from ..cast_caches import CastCache
+from ..provenance import cast_cache_of, is_converted_by_code
 
 __all__ = ["share_casts"]
 
@@ -22,15 +22,12 @@ def share_casts(graph: fx.Graph) -> None:
     """Makes one of the casts of a parameter, or of another leaf with a gradient, that autocast would keep.
 
     A tracer casts anew for each use, and casts the gradient of each use back before it sums them. Eager
-    keeps what it has cast until autocast ends: it sums in half precision and casts the sum. If a layer is
-    used several times that is another rounding, more memory and more work.
+    keeps what it has cast until the outermost region of autocast ends: it sums in half precision and casts
+    the sum. If a layer is used several times that is another rounding, more memory and more work.
 
     Args:
-        graph: A joint graph that was traced under autocast. Outside of it there is nothing to do.
+        graph: A joint graph. Without casts of autocast's there is nothing to do.
     """
-    if not torch.is_autocast_cache_enabled():
-        return
-    to = {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
     output = graph.output_node()
     results: Any = output.args[0]
     gradients = {
@@ -41,28 +38,36 @@ def share_casts(graph: fx.Graph) -> None:
     for leaf in graph.find_nodes(op="placeholder"):
         gradient = gradients.get(leaf.meta["desc"])
         if gradient is not None:
-            for casts in _casts_of(leaf, to):
-                _share(graph, casts, gradient)
+            for casts in _casts_of(leaf):
+                gradient = _share(graph, casts, gradient)
 
 
-def _casts_of(leaf: fx.Node, to: Set[torch.dtype]) -> Iterator[list[fx.Node]]:
-    """Autocast's own casts of one leaf to one type, if there are several; it keeps no other."""
-    found: dict[torch.dtype, list[fx.Node]] = defaultdict(list)
+def _casts_of(leaf: fx.Node) -> list[list[fx.Node]]:
+    """Autocast's own casts of a leaf to one type in a region, if there are several; it keeps no other."""
+    casts: dict[tuple[CastCache, torch.dtype], list[fx.Node]] = defaultdict(list)
     if leaf.meta["val"].dtype == torch.float32:
         for user in leaf.users:
-            is_cast = user.target is _CAST and user.kwargs.keys() == {"dtype"} and user.kwargs["dtype"] in to
-            if is_cast and not is_converted_by_code(user):
-                found[user.meta["val"].dtype].append(user)
-    return (casts for casts in found.values() if len(casts) > 1)
+            cache = cast_cache_of(user)
+            is_cast = (
+                user.target is _CAST and user.kwargs.keys() == {"dtype"} and not is_converted_by_code(user)
+            )
+            if is_cast and cache is not None and (dtype := user.meta["val"].dtype) in cache.dtypes:
+                casts[cache, dtype].append(user)
+    return [nodes for (cache, dtype), nodes in casts.items() if dtype in cache.dtypes and len(nodes) > 1]
 
 
-def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> None:
-    """Leaves the first of some casts, and the last cast of their gradients, which then casts the sum."""
+def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
+    """Leaves the first of some casts, and the last cast of their gradients, which then casts the sum.
+
+    Returns:
+        The gradient of the leaf.
+    """
     dtype: torch.dtype = casts[0].meta["val"].dtype
+    cache = cast_cache_of(casts[0])
     sums, arriving = _arriving(gradient)
-    back = [node for node in arriving if _casts_back(node, dtype)]
+    back = [node for node in arriving if cast_cache_of(node) == cache and _casts_back(node, dtype)]
     if len(back) != len(casts):
-        return  # gradients that meet on their way, or uses without one
+        return gradient  # gradients that meet on their way, or uses without one
     first, *others = casts
     for cast in others:
         cast.replace_all_uses_with(first)
@@ -89,6 +94,7 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> None:
     for node in [*reversed(sums), *back[:-1]]:
         if not node.users:
             graph.erase_node(node)
+    return so_far
 
 
 def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

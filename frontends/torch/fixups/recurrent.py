@@ -41,8 +41,7 @@ class RecurrentLayers(TorchFunctionMode):
     Attributes:
         rounding: The functions of the layers that differ from eager's numbers by rounding: an LSTM's kernel
             sums in another order than its time steps, and without gradients than in training; a GRU's gates,
-            written in place, go through other vectors of the processor if its sequences are packed; in an
-            autocast region of the forward gradients of weights are summed in another order.
+            written in place, go through other vectors of the processor if its sequences are packed.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class RecurrentLayers(TorchFunctionMode):
         self.writes_in_place = writes_in_place
         self.time_limit = time_limit
         self.rounding: set[str] = set()
-        self._casts_around = _casts("cpu"), _casts("cuda")  # whose casts are shared as in eager
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -68,8 +66,7 @@ class RecurrentLayers(TorchFunctionMode):
             return _by_kernel(*args)
         _check_steps(args, self.time_limit)
         layer = _gru_layer if name == "gru" and not _is_packed(args) and self._traces_gates(args[0]) else func
-        casts = _casts(args[0].device.type) and not any(self._casts_around)
-        if runs_kernel or casts or (name == "gru" and layer is func):
+        if runs_kernel or (name == "gru" and layer is func):
             self.rounding.add(name)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
@@ -84,10 +81,6 @@ class RecurrentLayers(TorchFunctionMode):
 
 _ON_HOST = ("cpu", "meta")
 """The types of devices where eager composes the time steps of recurrent layers of operations."""
-
-
-def _casts(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _is_packed(args: tuple[Any, ...]) -> bool:

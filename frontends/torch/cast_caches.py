@@ -1,0 +1,70 @@
+"""Tells the caches of casts apart that autocast has while a forward runs: one for each outermost region."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["CastCache", "CastCaches"]
+
+
+class CastCache(NamedTuple):
+    """A cache of autocast's.
+
+    Args:
+        number: Counts the outermost regions, each of which clears the cache when it ends.
+        dtypes: The element types that it keeps casts to.
+    """
+
+    number: int
+    dtypes: frozenset[torch.dtype]
+
+
+class CastCaches:
+    """Follows autocast within a forward that is traced.
+
+    A tracer switches the cache off, and its tensors are no leaves: nothing is kept while it runs. Regions
+    within the forward are told nevertheless whether there was a cache around it, which they take over unless
+    they say otherwise themselves.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._is_cached = torch.is_autocast_cache_enabled
+        self._is_cached_around = torch.is_autocast_cache_enabled()
+        self._depth_around = _depth()
+
+    def current(self) -> CastCache | None:
+        """Where eager would keep a cast now, if it keeps casts."""
+        dtypes = {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+        if not dtypes:
+            return None
+        is_within = _depth() > self._depth_around
+        is_cached = self._is_cached() if is_within else self._is_cached_around
+        return CastCache(self._number, frozenset(dtypes)) if is_cached else None
+
+    @contextlib.contextmanager
+    def counting(self) -> Generator[None]:
+        """While active, what clears the cache in this thread begins another one."""
+        clear, thread = torch.clear_autocast_cache, threading.get_ident()
+
+        def cleared() -> None:
+            clear()
+            self._number += threading.get_ident() == thread
+
+        torch.clear_autocast_cache = cleared
+        torch.is_autocast_cache_enabled = lambda: self._is_cached_around
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache, torch.is_autocast_cache_enabled = clear, self._is_cached
+
+
+def _depth() -> int:
+    """How many regions of autocast are open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()

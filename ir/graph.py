@@ -395,6 +395,12 @@ class Graph:
         found = {o.value.storage for o in unused if o.value is not None}
         return frozenset(found) - others - self.static_storages
 
+    @property
+    def loss_tangent_bytes(self) -> int:
+        """The bytes of the gradient that a loss begins with, if that may be an output's: of one element."""
+        tangents = (entry.value for entry in self.inputs if entry.role is InputRole.TANGENT)
+        return max((value.storage.nbytes for value in tangents if value.type.numel == 1), default=0)
+
     @cached_property
     def tangent_storages(self) -> frozenset[Storage]:
         """Storages that arrive with the loss and that the caller holds until backward returns."""

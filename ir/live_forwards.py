@@ -7,7 +7,9 @@ in the caller's hands.
 
 - A waiting call holds H bytes: its outputs, what its schedule keeps at the loss, and its loss, of which
   either the forward has run (`loss_saved_bytes`) or the backward too (tangents and `loss_held_bytes`).
-- A finished call holds F bytes: its outputs, its loss, and the gradients of its inputs.
+- A finished call holds F bytes: its outputs, its loss, the gradients of its inputs, and the gradient of its
+  loss, which is that of an output where the loss is one, or a sum with one. A `backward()` for all calls
+  holds what it began with until it ends.
 - Once one call is finished there is a set of gradients, G bytes, to which the later ones are added: in
   `.grad`, or within one `backward()` in the autograd engine, until that ends. If gradients are released
   there is none, or it is part of `reserved_bytes`.
@@ -101,7 +103,8 @@ def gradient_bytes(graph: Graph) -> int:
 
 def _finished_bytes(graph: Graph) -> int:
     of_inputs = {s for e, s in _gradients(graph) if e.role is InputRole.INPUT}
-    return _sum((graph.output_storages & _results(graph)) | of_inputs) + graph.loss_held_bytes
+    results_bytes = _sum((graph.output_storages & _results(graph)) | of_inputs)
+    return results_bytes + graph.loss_held_bytes + graph.loss_tangent_bytes
 
 
 def _gradients(graph: Graph) -> Iterator[tuple[Input, Storage]]:

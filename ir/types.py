@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,8 +21,13 @@ class DType(Enum):
     BFLOAT16 = "bfloat16"
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
+    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
+    FLOAT8_E8M0FNU = "float8_e8m0fnu"
+    FLOAT4_E2M1FN_X2 = "float4_e2m1fn_x2"
     COMPLEX128 = "complex128"
     COMPLEX64 = "complex64"
+    COMPLEX32 = "complex32"
     INT64 = "int64"
     INT32 = "int32"
     INT16 = "int16"
@@ -30,6 +36,25 @@ class DType(Enum):
     UINT32 = "uint32"
     UINT16 = "uint16"
     UINT8 = "uint8"
+    INT7 = "int7"
+    INT6 = "int6"
+    INT5 = "int5"
+    INT4 = "int4"
+    INT3 = "int3"
+    INT2 = "int2"
+    INT1 = "int1"
+    UINT7 = "uint7"
+    UINT6 = "uint6"
+    UINT5 = "uint5"
+    UINT4 = "uint4"
+    UINT3 = "uint3"
+    UINT2 = "uint2"
+    UINT1 = "uint1"
+    BITS16 = "bits16"
+    BITS8 = "bits8"
+    BITS4X2 = "bits4x2"
+    BITS2X4 = "bits2x4"
+    BITS1X8 = "bits1x8"
     BOOL = "bool"
 
     @property
@@ -43,12 +68,9 @@ class DType(Enum):
         return self.value.startswith(("float", "bfloat", "complex"))
 
 
-_ITEMSIZE = {
-    dtype: 1
-    if dtype.value == "bool"
-    else int("".join(c for c in dtype.value.split("_")[0] if c.isdigit())) // 8
-    for dtype in DType
-}
+_BITS = re.compile(r"\d+")
+_ITEMSIZE = {dtype: max(int((_BITS.findall(dtype.value) or [8])[0]) // 8, 1) for dtype in DType}
+"""Of an element of less than eight bits one lies in each byte, or as many as torch counts as one element."""
 
 
 @dataclass(frozen=True, slots=True)

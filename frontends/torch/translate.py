@@ -34,7 +34,6 @@ from ...ir import (
     THROUGH_DYNAMO,
     Argument,
     Delivery,
-    DType,
     Graph,
     Input,
     InputRole,
@@ -54,6 +53,7 @@ from ...ir import (
     nondeterminism,
 )
 from ...torch_support.arguments import constant_symbol
+from ...torch_support.element_types import element_type
 from .generators import Generators
 from .loss_terms import kept_bytes
 from .place_annotations import Note, note_of
@@ -92,7 +92,7 @@ def tensor_type(tensor: Tensor) -> TensorType:
     """The IR type of a (fake or real) tensor."""
     return TensorType(
         tuple(int(size) for size in tensor.shape),
-        DType(str(tensor.dtype).removeprefix("torch.")),
+        element_type(tensor),
         tuple(int(stride) for stride in tensor.stride()),
         str(tensor.device),
     )

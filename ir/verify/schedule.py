@@ -151,7 +151,8 @@ class _ScheduleCheck:
     def others_bytes(self, finished: int) -> int:
         """Returns what the other calls in flight hold after `finished` of them have run their backward."""
         waiting = self.graph.forwards_in_flight - 1 - finished
-        left_bytes = sum(s.nbytes for s in self.facts.left) + self.graph.loss_held_bytes
+        loss_bytes = self.graph.loss_held_bytes + self.graph.loss_tangent_bytes
+        left_bytes = sum(s.nbytes for s in self.facts.left) + loss_bytes
         nbytes = waiting * self.waiting_bytes + finished * left_bytes
         return nbytes + (sum(self.facts.gradients.values()) if finished else 0)
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir import Argument, DType, Graph, Node, Storage, TensorType, Trait, Value, allocation_bytes
+from ...ir import Argument, Graph, Node, Storage, TensorType, Trait, Value, allocation_bytes
 from ...torch_support.arguments import constant_symbol, empty, to_torch
 from ...torch_support.class_checks import CHECK_CLASSES
 from ...torch_support.decompositions import COMPOSED, traced
+from ...torch_support.element_types import element_type
 from ...torch_support.fusible import is_fusible
 from ...torch_support.operations import function_of
 from ..costs.table import signature
@@ -164,7 +165,9 @@ class _Parts:
         )
 
     def _value(self, name: str, tensor: Tensor) -> Value:
-        type = TensorType(tuple(tensor.shape), _dtype(tensor), tuple(tensor.stride()), str(tensor.device))
+        type = TensorType(
+            tuple(tensor.shape), element_type(tensor), tuple(tensor.stride()), str(tensor.device)
+        )
         storage = self.storages.get(_storage(tensor))
         return Value(
             name, type, storage or Storage(name, allocation_bytes(type.nbytes, type.device), type.device)
@@ -185,11 +188,7 @@ class _Parts:
 def _is_as_traced(node: fx.Node, value: Value) -> bool:
     """Whether the result of a part has the shape and the elements' type of that of the whole."""
     tensor: Tensor = node.meta["val"]
-    return (tensor.shape, _dtype(tensor)) == (value.type.shape, value.type.dtype)
-
-
-def _dtype(tensor: Tensor) -> DType:
-    return DType(str(tensor.dtype).removeprefix("torch."))
+    return (tensor.shape, element_type(tensor)) == (value.type.shape, value.type.dtype)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -414,6 +414,26 @@ def test_the_measured_peak_of_several_forwards_is_the_predicted_one(
     assert warnings_of(caplog) == []
 
 
+class _Parts(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.mean(-1), x.square().mean()
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_a_loss_that_is_an_output_holds_its_gradient_until_all_backwards_are_over(
+    forwards: int, is_sum: bool
+) -> None:
+    def loss(result: tuple[Tensor, Tensor]) -> Tensor:
+        return result[1] + result[0].square().mean() if is_sum else result[1]
+
+    x = torch.randn(1, 8, 16, requires_grad=True)
+    fitted = irc.optimize(_Parts(), (x,), "100%", loss=loss, forwards_in_flight=forwards)
+    loss(fitted(x)).backward()
+    peak_bytes = irc.measured_peak_bytes(fitted, (x,), loss=loss, forwards=forwards)
+    assert peak_bytes == fitted.plan.peak_bytes
+
+
 @pytest.mark.parametrize("name", slow_among(MODELS, "transformer", "convolutions"))
 def test_a_step_that_finds_gradients_takes_what_is_predicted(name: str) -> None:
     model = prepared(name, False)

@@ -311,7 +311,7 @@ def test_same_graph_sees_a_difference() -> None:
         ("=4 {", "=4.5 {", "line 1: expected bytes, found `4.5`"),
         ("@w 864", "864", "line 2: expected a storage such as `@s0`, found `864`"),
         ("@mean 32", "@w 32", "line 3: expected a storage that is not declared yet, found `@w`"),
-        ("%mean: float32", "%mean: f32", "line 11: expected an element type (bfloat16, bool, complex128"),
+        ("%mean: float32", "%mean: f32", "line 11: expected an element type (bfloat16, bits16, bits1x8"),
         ("%mean: float32", "%w: float32", "line 11: expected a value that is not written yet, found `%w`"),
         ("@mean buffer", "@nowhere buffer", "line 11: expected a storage declared above, found `@nowhere`"),
         (

@@ -154,7 +154,8 @@ class Calls:
     def scalars(self, phase: int) -> int:
         """What its loss takes beside."""
         saved_bytes, held_bytes = self.graph.loss_saved_bytes, self.graph.loss_held_bytes
-        return (0, 0, saved_bytes, held_bytes, held_bytes, 0)[phase]
+        finished_bytes = held_bytes + self.graph.loss_tangent_bytes
+        return (0, 0, saved_bytes, held_bytes, finished_bytes, 0)[phase]
 
     @cached_property
     def split(self) -> int:

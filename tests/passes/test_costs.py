@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.packed_models import packed_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -198,7 +197,8 @@ def test_the_workspace_bound_is_not_below_the_measurement(name: str) -> None:
 @pytest.mark.parametrize("rows", [1, 200])
 @pytest.mark.parametrize("scheme", ["nf4", "nf4, nested"])
 def test_a_packed_product_unpacks_its_matrix(scheme: str, rows: int) -> None:
-    model, x = packed_model(scheme, blocks=1), torch.randn(rows, 32)
+    packed_models = pytest.importorskip("support.packed_models")
+    model, x = packed_models.packed_model(scheme, blocks=1), torch.randn(rows, 32)
     graph = capture(model, (x,), loss=lambda y: y.square().mean()).graph
     bounds, measured = analytic_costs(graph, MACHINES["cpu"]), profile_costs(graph, repeats=1)
     products = [node for node in graph.operations if node.op == "bitsandbytes.gemm_4bit.default"]

@@ -43,6 +43,9 @@ class _Recorder:
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass
 
+    def release_fwd_send_outputs(self, micro_batch: int) -> None:
+        """As torch from 2.15 on asks for."""
+
 
 def _their_text(name: str, devices: int, micro_batches: int, chunks: int) -> list[str]:
     """What torch runs on each device, in our text form; a ValueError for what it does not take."""

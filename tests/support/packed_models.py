@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # of libraries for accelerators that are not there
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("torchao")
     import bitsandbytes
     import torchao.quantization as torchao
 

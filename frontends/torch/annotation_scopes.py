@@ -40,11 +40,13 @@ class Scope:
         number: Distinguishes the calls of one capture.
         annotation: The annotation there; None if torch's policy says it for each operation.
         where: The line that calls torch's checkpoint, as ` at model.py:12 in forward`, or "".
+        draws_anew: Whether that checkpoint draws other random numbers in backward than in forward.
     """
 
     number: int
     annotation: Annotation | None
     where: str = ""
+    draws_anew: bool = False
 
 
 def is_inside(name: str, path: str) -> bool:
@@ -126,12 +128,13 @@ class Scopes:
         self._push(Scope(next(self._numbers), annotation))
 
     @contextlib.contextmanager
-    def checkpoint(self, where: str, *, has_policy: bool) -> Generator[None]:
+    def checkpoint(self, where: str, *, has_policy: bool, keeps_draws: bool) -> Generator[None]:
         """While active, torch's checkpoint, called at `where`, runs its function."""
         hint = None if has_policy else Annotation(Policy.PREFER_RECOMPUTE, f"torch.utils.checkpoint{where}")
         if hint is not None:
             self.asked[hint] = None
-        self._push(Scope(next(self._numbers), hint, where))
+        draws_anew = torch.is_grad_enabled() and not keeps_draws
+        self._push(Scope(next(self._numbers), hint, where, draws_anew))
         try:
             yield
         finally:
@@ -182,7 +185,10 @@ class _Reentrant:
         where = _here()
         if not asks:
             scopes.without_gradients.append(where)
-        with scopes.checkpoint(where, has_policy=False), torch.set_grad_enabled(enabled):
+        with (
+            torch.set_grad_enabled(enabled),
+            scopes.checkpoint(where, has_policy=False, keeps_draws=preserve),
+        ):
             return function(*args)
 
 
@@ -193,10 +199,12 @@ def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> G
         yield from _generator(function, *args, **kwargs)
         return
     # before torch 2.14: preserve_rng_state, context_fn, and the other options in order
+    keeps_draws: bool = kwargs["preserve_rng_state"] if _SINCE_2_14 else args[0]
     context_fn: Callable[[], Any] = kwargs["context_fn"] if _SINCE_2_14 else args[1]
     forward_context, _ = context_fn()
     has_policy = isinstance(forward_context, torch_checkpoint._CachingTorchDispatchMode)
-    with scopes.checkpoint(_here(), has_policy=has_policy), forward_context:
+    around = scopes.checkpoint(_here(), has_policy=has_policy, keeps_draws=keeps_draws)
+    with around, forward_context:
         yield
 
 

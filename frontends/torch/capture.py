@@ -163,6 +163,8 @@ class _Flat(nn.Module):
         self.layers: set[str] = set()
         self.parts: set[str] = set()
         self.mode = TRACE_MODES[0]
+        self.first_failure: UnsupportedError | None = None
+        """Why the module was not traced in the first mode."""
         self.time_limit = time_limit
         self.lengths: SymbolicLength | None = None
 
@@ -458,7 +460,8 @@ def _captured(
         same=tuple(_same(graph, module, tensors)),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
-    rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
+    why_compiled = flat.first_failure if flat.mode.compiling else None
+    rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=why_compiled)
     results = [output.value for output in graph.outputs if output.role is OutputRole.OUTPUT]
     is_scalar = len(results) == 1 and results[0] is not None and not results[0].type.shape
     loss_in_words = described_loss(flat.losses[0], is_scalar=is_scalar)
@@ -592,6 +595,7 @@ def _traced(
                 if error.code not in _OTHER_MODE_MAY_SUCCEED:
                     raise
                 errors.append(error)
+                flat.first_failure = errors[0]
     if errors[0].code == "IRC333":
         _refuse_failing(flat, module, tensors)
     raise errors[-1 if modes[-1].specialize_branches else 0]

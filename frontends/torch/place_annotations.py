@@ -72,7 +72,11 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
         graph: Without annotations.
         notes: By the names of nodes.
         asked: Annotations that are part of the graph whether they are about an operation or not.
+
+    Raises:
+        UnsupportedError: IRC339 for a draw in a checkpoint that draws anew in backward.
     """
+    _refuse_new_draws(graph, notes)
     readers: dict[Storage, list[Node]] = {}
     for node in graph.operations:
         # an effect writes at once what stays anyway: the new value of a buffer
@@ -110,6 +114,21 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
     )
     placed = (node.annotation for node in nodes if node.annotation is not None)
     return replace(graph, nodes=nodes, annotations=tuple(dict.fromkeys((*asked, *placed))))
+
+
+def _refuse_new_draws(graph: Graph, notes: Mapping[str, Note]) -> None:
+    for node in graph.nodes:
+        scopes = notes[node.name].scopes if Trait.RANDOM in node.traits and node.name in notes else ()
+        for scope in scopes:
+            if scope.draws_anew:
+                raise UnsupportedError(
+                    "IRC339",
+                    f"torch.utils.checkpoint{scope.where} has preserve_rng_state=False: eager draws other "
+                    "random numbers in backward than in forward, and gradients are those of another function",
+                    at=node.at,
+                    help="leave preserve_rng_state at True, or call the function without the checkpoint: a "
+                    "plan keeps the numbers or makes the same again",
+                )
 
 
 def _annotation_in(scope: Scope, tag: str | None) -> Annotation | None:

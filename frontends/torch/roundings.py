@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Sharing, Value
+from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Sharing, UnsupportedError, Value
 
 __all__ = ["roundings"]
 
@@ -15,7 +15,7 @@ def roundings(
     recurrent: Iterable[str],
     parts: Iterable[str],
     *,
-    as_compiled: bool,
+    as_compiled: UnsupportedError | None,
 ) -> Iterator[str]:
     """Describes what may differ from eager's numbers by rounding, each with the reason.
 
@@ -24,11 +24,16 @@ def roundings(
         trained: The leaves of the result that the loss may use and that require a gradient.
         recurrent: The functions of recurrent layers, such as `gru`, that round in another way.
         parts: The lines that compute in place in parts of tensors.
-        as_compiled: Whether the module was told that it is compiled.
+        as_compiled: What stood in the way until the module was told that it is compiled; None if it was not.
     """
     trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
-    if as_compiled:
-        yield "all numbers: the model's code looks at data unless it is compiled, and then takes another way"
+    if as_compiled is not None:
+        at = f" ({as_compiled.at})" if as_compiled.at else ""
+        yield (
+            f"all numbers: {as_compiled.message.splitlines()[0]}{at}, so it is planned as if compiled "
+            "(torch.compiler.is_compiling() is true); where it then computes in another way, these are its "
+            "numbers"
+        )
     statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
     returned = [delivery for delivery in trained if delivery.origin is Origin.INPUT]

@@ -15,6 +15,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from support.torch_cases import fitted
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -376,3 +377,33 @@ def test_a_failing_capture_leaves_torch_s_checkpoints_alone() -> None:
     with pytest.raises(UsageError, match="IRC349"):
         graph_of(Calls(fails, a=nn.Linear(4, 4)))
     assert vars(torch_checkpoint) == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_draws_anew_is_refused_and_trains_with_the_same_draws(*, reentrant: bool) -> None:
+    def model(**options: Any) -> nn.Module:
+        torch.manual_seed(0)
+        part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        block = functools.partial(checkpoint, use_reentrant=reentrant, **options)
+        return Calls(lambda m, x: block(m.part, m.lin(x)), lin=nn.Linear(4, 4), part=part)
+
+    x = torch.randn(3, 4)
+    with pytest.raises(UnsupportedError, match=r"IRC339.*torch_annotations.py.*preserve_rng_state=False"):
+        graph_of(model(preserve_rng_state=False), x)
+    original, ours = model(), fitted(model(), x)
+    for module in (original, ours):
+        torch.manual_seed(1)
+        module(x).sum().backward()
+    for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)
+
+
+def test_a_checkpoint_that_keeps_no_state_of_the_generator_and_draws_nothing_is_traced() -> None:
+    graph_of(checkpointed(use_reentrant=False, preserve_rng_state=False))
+
+    def without_gradient(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            noise = checkpoint(nn.functional.dropout, x, use_reentrant=False, preserve_rng_state=False)
+        return m.part(x) + noise
+
+    graph_of(Calls(without_gradient, part=mlp()))

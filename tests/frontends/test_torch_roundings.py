@@ -96,7 +96,9 @@ def test_a_model_that_must_be_told_that_it_is_compiled_is_named() -> None:
             return self.layer(x) if bool((x > 0).any()) else x
 
     fitted = irc.optimize(Asks(), (torch.randn(3, 4),), "100%", costs="analytic", time_limit=2)
-    assert [text.partition(":")[0] for text in fitted.plan.roundings] == ["all numbers"]
+    (text,) = fitted.plan.roundings
+    assert text.startswith("all numbers: ") and "(x > 0).any()" in text and "test_torch_roundings.py:" in text
+    assert "torch.compiler.is_compiling() is true" in text
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -15,7 +15,8 @@ def unkept_attributes(paths: list[str]) -> UnsupportedError:
         "reads what the last call left there, or adds to it",
         help="let each forward assign the attribute of a module anew (self.found = [...]) before it is read; "
         "return the tensor; or register a buffer and write into it with copy_(); if it is a cache, call the "
-        f"module once before, so that it is full; or {THROUGH_DYNAMO}",
+        f"module once before, so that it is full; or {THROUGH_DYNAMO}, which plans recurrent layers with "
+        "torch._dynamo.config.allow_rnn = True",
     )
 
 

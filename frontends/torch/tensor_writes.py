@@ -41,8 +41,9 @@ class TensorWrites(TorchFunctionMode):
                 "IRC338",
                 "the forward assigns to the data of a tensor, which no trace sees",
                 at=None if line is None else Location(source=line),
-                help="write into it with copy_(), under torch.no_grad() if it is a parameter; or "
-                f"{THROUGH_DYNAMO}",
+                help="if the first call alone does so, as of packed layers with biases, call the module once "
+                "before irc.optimize; or write into it with copy_(), under torch.no_grad() if it is a "
+                f"parameter; or {THROUGH_DYNAMO}",
             )
         if func in _SWITCHES:
             tensor, wanted = args[0], bool((kwargs or {}).get("requires_grad", (*args, True)[1]))

@@ -482,7 +482,8 @@ def _check_sizes(node: Node, results: Any) -> None:
                 "IRC412",
                 f"{node.op} returns {nbytes} bytes, but {value.storage.nbytes} bytes were traced",
                 at=node.at,
-                help="its memory cannot be promised; use another operation here",
+                help="if it is an observer that has seen nothing, call the module once before irc.optimize; "
+                "else its memory cannot be promised: use another operation here",
             )
 
 

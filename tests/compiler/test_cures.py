@@ -1,0 +1,82 @@
+"""Refusals whose help names what to do: it is done here, and the model trains as in eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao import quantization
+from torch.nn import functional
+
+import irc
+
+
+def _loss(result: Tensor) -> Tensor:
+    return result.square().mean()
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_observers_that_have_seen_a_call_train() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # pyright: ignore
+    prepare: Any = vars(quantization)["prepare_qat"]  # which torch deprecates
+    prepared, x = prepare(model), torch.randn(4, 8)
+    with pytest.raises(irc.IrcError, match="IRC412") as raised:
+        irc.optimize(prepared, (x,), "100%", loss=_loss)
+    assert raised.value.help is not None and "call the module once before irc.optimize" in raised.value.help
+    prepared(x)
+    original = copy.deepcopy(prepared)
+    fitted = irc.optimize(prepared, (x,), "100%", loss=_loss)
+    _loss(fitted(x)).backward()
+    _loss(original(x)).backward()
+    assert all(map(torch.equal, _gradients(prepared), _gradients(original)))
+    assert all(map(torch.equal, prepared.buffers(), original.buffers()))
+    assert irc.measured_peak_bytes(fitted, (x,), loss=_loss) <= fitted.plan.peak_bytes
+
+
+class DroppedWeights(nn.Module):
+    """The recurrent layer of AWD-LSTM: each forward assigns its hidden weights, with some dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 8)
+        self.hidden = nn.Parameter(self.layer.weight_hh_l0.detach().clone())
+        del self.layer._parameters["weight_hh_l0"]
+        self.layer.weight_hh_l0 = self.hidden.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight_hh_l0 = functional.dropout(self.hidden, 0.5)
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrent_layer_whose_weights_are_assigned_trains_through_dynamo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, x, budget_bytes = DroppedWeights(), torch.randn(4, 6, 8), 1 << 20
+    with pytest.raises(irc.UnsupportedError, match="IRC338") as raised:
+        irc.optimize(model, (x,), "100%", loss=_loss, costs="analytic")
+    assert raised.value.help is not None and "torch._dynamo.config.allow_rnn = True" in raised.value.help
+    original = copy.deepcopy(model)
+    config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(config, "allow_rnn", True)
+    backend = irc.backend(budget_bytes, outside="measured", costs="analytic")
+    compiled: Any = torch.compile(model, backend=backend)
+    for module in (compiled, original):
+        torch.manual_seed(1)
+        _loss(module(x)).backward()
+    assert 0 < backend.latest_peak_bytes <= budget_bytes
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(_gradients(model), _gradients(original), strict=True)
+    )
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]

@@ -97,10 +97,10 @@ class _Code:
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self._kinds = frozenset(kinds)
-        self._classes: dict[type, None] = {}
-        """The other classes."""
+        self._classes: dict[type, int] = {}
+        """The levels of the other classes."""
         self._read: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        """Tables of globals, with the names by which functions read them."""
+        """Tables of globals, with the names by which code of the module reads them."""
         self._tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._cells: dict[int, tuple[str, types.CellType]] = {}
         self._named = set[str](_ENTRIES)
@@ -119,25 +119,34 @@ class _Code:
         )
 
     def holders(self) -> list[HeldObject]:
-        """The cells that hold something, the classes and the tables of globals."""
+        """The cells that hold something, the classes that own code names, and the tables of globals."""
         cells = [
             HeldObject(name, cell, {"": cell.cell_contents}, is_own=False)
             for name, cell in self._cells.values()
             if _is_filled(cell)
         ]
-        classes = [HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in self._classes]
+        classes = [
+            HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in self._own_classes()
+        ]
         return [*cells, *classes] + [
             HeldObject.of_globals(table, tuple(sorted(names))) for table, names in self._tables.values()
         ]
 
     def reads(self) -> Iterator[tuple[type | GlobalTable, tuple[str, ...]]]:
-        """Yields the classes and tables with the names of what functions may read of them."""
-        for kind in self._classes:
+        """Yields the classes and tables with the names of what code of the module may read of them.
+
+        What libraries keep in their own classes and files, as caches, counts for nothing here.
+        """
+        for kind in self._own_classes():
             if names := tuple(name for name in class_items(kind) if name in self._named):
                 yield kind, names
         for table, names in self._read.values():
             if plain := tuple(sorted(name for name in names if name in table and is_plain(table[name]))):
                 yield GlobalTable(str(table.get("__name__")), table), plain
+
+    def _own_classes(self) -> list[type]:
+        """The classes that code of the module names, and that are no modules."""
+        return [kind for kind, level in self._classes.items() if not level]
 
     def follow(self, values: Iterable[Any], level: int) -> None:
         """Notes the functions that these values are, and those that these name.
@@ -163,7 +172,7 @@ class _Code:
         self._seen[id(kind)] = level
         for each in kind.__mro__:
             if not is_closed(each) and each not in self._kinds:
-                self._classes[each] = None
+                self._classes[each] = min(level, self._classes.get(each, level))
             for name, value in () if is_closed(each) else list(vars(each).items()):
                 if isinstance(value, type):
                     yield value, level, file
@@ -189,12 +198,13 @@ class _Code:
             names |= set(table)
         names = {name for name in names if not name.startswith("__")}
         self._tables.setdefault(id(table), (table, set()))[1].update(names)
-        self._read.setdefault(id(table), (table, set()))[1].update(_globals_in(function.__code__))
+        if not level:
+            self._read.setdefault(id(table), (table, set()))[1].update(_globals_in(function.__code__))
         values = [table[name] for name in sorted(names) if name in table]
         yield from ((value, level, id(table)) for value in values)
         for module in values:
             if type(module) is types.ModuleType and not is_of_library(module.__name__):
-                yield from self._of_module(module, names, level + 1)
+                yield from self._of_module(module, names, level)
 
     def _of_module(
         self, module: types.ModuleType, names: set[str], level: int
@@ -202,9 +212,10 @@ class _Code:
         """Notes what a function names of a module that is a global of its file, as a file of settings is."""
         table = vars(module)
         found = {name for name in names if name in table}
-        for tables in (self._tables, self._read):
+        for tables in (self._tables, *(() if level else (self._read,))):
             tables.setdefault(id(table), (table, set()))[1].update(found)
-        yield from ((table[name], level, id(table)) for name in sorted(found))
+        for value in (table[name] for name in sorted(found)):
+            yield value, level + (not isinstance(value, type)), id(table)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -41,12 +41,14 @@ class Scope:
         annotation: The annotation there; None if torch's policy says it for each operation.
         where: The line that calls torch's checkpoint, as ` at model.py:12 in forward`, or "".
         draws_anew: Whether that checkpoint draws other random numbers in backward than in forward.
+        is_reentrant: Whether that checkpoint has a backward of its own, within eager's.
     """
 
     number: int
     annotation: Annotation | None
     where: str = ""
     draws_anew: bool = False
+    is_reentrant: bool = False
 
 
 def is_inside(name: str, path: str) -> bool:
@@ -128,13 +130,15 @@ class Scopes:
         self._push(Scope(next(self._numbers), annotation))
 
     @contextlib.contextmanager
-    def checkpoint(self, where: str, *, has_policy: bool, keeps_draws: bool) -> Generator[None]:
+    def checkpoint(
+        self, where: str, *, has_policy: bool = False, keeps_draws: bool, is_reentrant: bool = False
+    ) -> Generator[None]:
         """While active, torch's checkpoint, called at `where`, runs its function."""
         hint = None if has_policy else Annotation(Policy.PREFER_RECOMPUTE, f"torch.utils.checkpoint{where}")
         if hint is not None:
             self.asked[hint] = None
         draws_anew = torch.is_grad_enabled() and not keeps_draws
-        self._push(Scope(next(self._numbers), hint, where, draws_anew))
+        self._push(Scope(next(self._numbers), hint, where, draws_anew, is_reentrant))
         try:
             yield
         finally:
@@ -187,7 +191,7 @@ class _Reentrant:
             scopes.without_gradients.append(where)
         with (
             torch.set_grad_enabled(enabled),
-            scopes.checkpoint(where, has_policy=False, keeps_draws=preserve),
+            scopes.checkpoint(where, keeps_draws=preserve, is_reentrant=enabled),
         ):
             return function(*args)
 

@@ -8,11 +8,22 @@ from typing import Any
 
 from torch import fx
 
-from ...ir import Annotation, Graph, Node, Policy, Region, Storage, Trait, UnsupportedError
+from ...ir import (
+    Annotation,
+    Graph,
+    InputRole,
+    Node,
+    Policy,
+    Region,
+    Storage,
+    Trait,
+    UnsupportedError,
+    Value,
+)
 from .annotation_scopes import Scope
 from .provenance import location_of, scopes_of
 
-__all__ = ["Note", "note_of", "place_annotations"]
+__all__ = ["Note", "note_of", "place_annotations", "read_in_reentrant_checkpoints"]
 
 _POLICIES = {
     "MUST_SAVE": Policy.KEEP,
@@ -114,6 +125,22 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
     )
     placed = (node.annotation for node in nodes if node.annotation is not None)
     return replace(graph, nodes=nodes, annotations=tuple(dict.fromkeys((*asked, *placed))))
+
+
+def read_in_reentrant_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, str]:
+    """The parameters that a reentrant checkpoint reads beside other code, with the line that calls it."""
+    ways: dict[Value, set[tuple[Scope, ...]]] = {}
+    for node in graph.nodes:
+        if node.region is Region.FORWARD:
+            scopes = notes[node.name].scopes if node.name in notes else ()
+            for value in node.operands:
+                ways.setdefault(value, set()).add(tuple(scope for scope in scopes if scope.is_reentrant))
+    parameters = (i for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad)
+    return {
+        entry.target: next(way[-1].where for way in ways[entry.value] if way)
+        for entry in parameters
+        if len(ways.get(entry.value, ())) > 1
+    }
 
 
 def _refuse_new_draws(graph: Graph, notes: Mapping[str, Note]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Sharing, UnsupportedError, Value
 
@@ -14,6 +14,7 @@ def roundings(
     trained: Iterable[Delivery],
     recurrent: Iterable[str],
     parts: Iterable[str],
+    reentrant: Mapping[str, str],
     *,
     as_compiled: UnsupportedError | None,
 ) -> Iterator[str]:
@@ -24,6 +25,7 @@ def roundings(
         trained: The leaves of the result that the loss may use and that require a gradient.
         recurrent: The functions of recurrent layers, such as `gru`, that round in another way.
         parts: The lines that compute in place in parts of tensors.
+        reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
         as_compiled: What stood in the way until the module was told that it is compiled; None if it was not.
     """
     trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
@@ -49,6 +51,11 @@ def roundings(
         yield (
             f"gradients through output {outputs[place].target}, of which another output is a view: eager "
             "adds them to those of its other uses one by one"
+        )
+    for name, line in sorted(reentrant.items()):
+        yield (
+            f"the gradient of parameter {name}, which a reentrant checkpoint{line} reads beside other code: "
+            "eager adds what each checkpoint makes of it to .grad by itself"
         )
     for name in sorted(set(recurrent)):
         kind = name.partition("_")[0].upper()

@@ -407,3 +407,25 @@ def test_a_checkpoint_that_keeps_no_state_of_the_generator_and_draws_nothing_is_
         return m.part(x) + noise
 
     graph_of(Calls(without_gradient, part=mlp()))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_parameter_of_two_reentrant_checkpoints_is_named_and_cast_in_each(*, cast: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(m.part, x, use_reentrant=True)
+        return x
+
+    torch.manual_seed(0)
+    original, x = Calls(forward, part=nn.Linear(16, 16)), torch.randn(8, 16).requires_grad_()
+    twin = copy.deepcopy(original)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        (text, _) = capture(twin, (x,)).roundings
+        ours = fitted(twin, x)
+    assert text.startswith("the gradient of parameter part.bias") and "test_torch_annotations.py:" in text
+    for module in (original, ours):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            result = module(x)
+        result.float().square().sum().backward()
+    for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)

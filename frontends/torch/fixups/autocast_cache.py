@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
 from ..cast_caches import CastCache
-from ..provenance import cast_cache_of, is_converted_by_code
+from ..provenance import cast_cache_of, is_converted_by_code, scopes_of
 
 __all__ = ["share_casts"]
 
@@ -44,7 +44,7 @@ def share_casts(graph: fx.Graph) -> None:
 
 def _casts_of(leaf: fx.Node) -> list[list[fx.Node]]:
     """Autocast's own casts of a leaf to one type in a region, if there are several; it keeps no other."""
-    casts: dict[tuple[CastCache, torch.dtype], list[fx.Node]] = defaultdict(list)
+    casts: dict[tuple[CastCache, torch.dtype, tuple[int, ...]], list[fx.Node]] = defaultdict(list)
     if leaf.meta["val"].dtype == torch.float32:
         for user in leaf.users:
             cache = cast_cache_of(user)
@@ -52,8 +52,13 @@ def _casts_of(leaf: fx.Node) -> list[list[fx.Node]]:
                 user.target is _CAST and user.kwargs.keys() == {"dtype"} and not is_converted_by_code(user)
             )
             if is_cast and cache is not None and (dtype := user.meta["val"].dtype) in cache.dtypes:
-                casts[cache, dtype].append(user)
-    return [nodes for (cache, dtype), nodes in casts.items() if dtype in cache.dtypes and len(nodes) > 1]
+                casts[cache, dtype, _reentrant(user)].append(user)
+    return [nodes for (cache, dtype, _), nodes in casts.items() if dtype in cache.dtypes and len(nodes) > 1]
+
+
+def _reentrant(node: fx.Node) -> tuple[int, ...]:
+    """The reentrant checkpoints around a node: each runs its function once more, with a cache of its own."""
+    return tuple(scope.number for scope in scopes_of(node) if scope.is_reentrant)
 
 
 def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
@@ -63,9 +68,13 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
         The gradient of the leaf.
     """
     dtype: torch.dtype = casts[0].meta["val"].dtype
-    cache = cast_cache_of(casts[0])
+    where = cast_cache_of(casts[0]), _reentrant(casts[0])
     sums, arriving = _arriving(gradient)
-    back = [node for node in arriving if cast_cache_of(node) == cache and _casts_back(node, dtype)]
+    back = [
+        node
+        for node in arriving
+        if (cast_cache_of(node), _reentrant(node)) == where and _casts_back(node, dtype)
+    ]
     if len(back) != len(casts):
         return gradient  # gradients that meet on their way, or uses without one
     first, *others = casts

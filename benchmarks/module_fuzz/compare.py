@@ -30,7 +30,7 @@ from .programs import Program, arguments, build, sources, to_json
 __all__ = ["BAD", "Outcome", "Verdict", "examine"]
 
 _MOST_ULPS = 100.0
-_MOST_HALF_ULPS = 4.0
+_MOST_HALF_ULPS = 16.0
 """The same where something is computed in 16 bits."""
 
 _SECONDS = 0.3

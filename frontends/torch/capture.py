@@ -60,6 +60,7 @@ from .counters import CounterReadError
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
+from .fixups.casts_within import RefusesCastsWithin
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
@@ -347,8 +348,8 @@ def capture(
 
     Raises:
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
-            cannot express something in the module.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC536, IRC554 and IRC556, when
+            the graph cannot express something in the module.
         UsageError: IRC340, when nothing in the result depends on anything that requires a gradient; IRC349,
             when the forward itself raises.
     """
@@ -676,6 +677,7 @@ def _trace(
     flat.hooked = stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
+    stack.enter_context(RefusesCastsWithin())
     stack.enter_context(composites_on_meta((*module.parameters(), *module.buffers(), *tensors)))
     stack.enter_context(batch_norm_of_eager())
     stack.enter_context(flat.state.restored())

@@ -1,0 +1,58 @@
+"""Operations within whose kernels autocast casts are refused, and train with autocast off."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.torch_cases import Model
+from torch import Tensor, nn
+from torch.nn import functional
+
+import irc
+from irc.ir import UnsupportedError
+
+
+def grid(m: Any, x: Tensor) -> Tensor:
+    moved = functional.affine_grid(m.w[:2, :3].expand(len(x), 2, 3), [len(x), 1, 4, 8], align_corners=False)
+    return functional.grid_sample(x[:, None], moved, align_corners=False)
+
+
+def bilinear(m: Any, x: Tensor) -> Tensor:
+    return m.bilinear(x, x.flip(1))
+
+
+def inverse(m: Any, x: Tensor) -> Tensor:
+    return x @ torch.linalg.pinv(m.w)
+
+
+def model(function: Callable[..., Tensor], *, is_cast: bool) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m.layer(x)
+            with torch.autocast("cpu", enabled=is_cast):
+                return m.layer(function(m, y.float())).float()
+
+    torch.manual_seed(0)
+    parts = {"layer": nn.Linear(8, 8), "bilinear": nn.Bilinear(8, 8, 8), "w": nn.Parameter(torch.randn(8, 8))}
+    return Model(forward, **parts)
+
+
+@pytest.mark.parametrize("function", [grid, bilinear, inverse])
+def test_they_are_refused_under_autocast_and_train_with_it_off(function: Callable[..., Tensor]) -> None:
+    x = torch.randn(3, 4, 8)
+    with pytest.raises(UnsupportedError) as refused:
+        irc.optimize(model(function, is_cast=True), (x,), "100%", costs="analytic")
+    assert refused.value.code == "IRC352" and "test_torch_casts_within.py" in str(refused.value.at)
+    assert refused.value.help is not None and "enabled=False" in refused.value.help
+
+    original = model(function, is_cast=False)
+    fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
+    for module in (original, fitted):
+        module(x).square().mean().backward()
+    for ours, its in zip(fitted.parameters(), original.parameters(), strict=True):
+        assert (ours.grad is None) == (its.grad is None)
+        assert ours.grad is None or its.grad is None or torch.equal(ours.grad, its.grad)

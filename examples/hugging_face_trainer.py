@@ -178,6 +178,8 @@ def train(name: str, accumulation: int, budget: int | str | None = None, **optio
             batch = first_batch(trainer)
             model.train()
             # the one line: the fitted model is of a subclass of the model's class
+            # gradients that accumulate over batches are there in forward, and have to be counted
+            options["accumulate_gradients"] = accumulation > 1
             trained = irc.optimize(model, (), budget, example_kwargs=batch, **options)
             plan = trained.plan
             trainer = trainer_of(trained, data, folder, accumulation)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir import THROUGH_DYNAMO, IrcError, Location, Plan, Signature
 from .assignments import Assigned
+from .beside_plan import as_they_are
 from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
@@ -154,13 +155,12 @@ class _Fitted(Persistent):
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs, assigned)
         traced = plans.stand_in()  # what the forward reads and changes there is seen
-        if forward is not None:
-            return (forward if traced is None else rebound(forward, self, traced))(*args, **kwargs)
-        return (
-            super().forward(*args, **kwargs)
-            if traced is None
-            else type(traced).forward(traced, *args, **kwargs)
-        )
+        if traced is not None:
+            if forward is None:
+                return type(traced).forward(traced, *args, **kwargs)
+            return rebound(forward, self, traced)(*args, **kwargs)
+        with as_they_are():
+            return super().forward(*args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
 def _run_apart(fitted: _Fitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, for
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from ...torch_support.without_data import lacks_data
+from .beside_plan import BesidePlan
 from .cache_entry import CacheEntry, Explain
 from .compiled_plan import Compilation, CompiledPlan, ReservedMemory, VariedCall
 from .constants import constants_of, fits_beside, sharing, storage_bytes
@@ -89,6 +90,7 @@ class PlanCache:
         self._compile, self._request, self.limit = state.compile, state.request, state.limit
         self.in_backward = OptimizersInBackward(state.optimizers)
         self.live_forwards = LiveForwards()
+        self._beside = BesidePlan()
         self.tiers = Tiers(state.tiers)
         self.reserved = dict(state.reserved)
         self._stand_in: nn.Module | None = None
@@ -117,6 +119,8 @@ class PlanCache:
             self._module_state = self._known(module_state)
         for entry in self._entries:
             self._guard(entry)
+        if self._entries:
+            self._beside.watch(module_state.names[1:], module_state.submodules)
 
     def state(self, root: nn.Module) -> PlanCacheState:
         """Returns the plans apart from the module, without those for submodules that it no longer has."""
@@ -239,13 +243,15 @@ class PlanCache:
         with planning:
             compiled, made = self._compiled(root, args, kwargs, replacement(root))
             with parameters_lock:
-                state = self._current(root).state
+                now = self._current(root)
+                state = now.state
                 entries = [CacheEntry(replace(each, state=state), root) for each in (*made.others, compiled)]
                 self._adopt(entries[-1], made.optimizers)
                 for entry in entries:
                     self._add(entry)
             self.first_plan = made.compiled.plan
             self._request = made.request if self.limit > 1 else None
+            self._beside.watch(now.names[1:], now.submodules)
         return made
 
     # ------------------------------------------------------------------ looking up
@@ -425,6 +431,7 @@ class PlanCache:
             others = [each for each in reversed(entries) if each is not entry]
             given_up = [plan for each in (*others, entry) for plan in self._add(each)]
             self._request = made.request
+            self._beside.watch(call.module_state.names[1:], call.module_state.submodules)
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
         return entry, inputs

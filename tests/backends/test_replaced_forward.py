@@ -274,3 +274,31 @@ def test_a_forward_is_seen_as_it_was_set() -> None:
     assert ours.__dict__["forward"].__func__ is through_backbone
     wrapped(ours)
     assert not hasattr(ours.forward, "__func__") and callable(ours.forward)
+
+
+def test_parts_that_train_beside_the_plan_are_named_once_with_their_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, original = fitted(Net()), Net()
+    caplog.clear()
+    ours.eval()
+    loss(ours.body(rows())).backward()
+    ours.train()
+    with torch.no_grad():
+        ours.body(rows())
+    assert_as_eager(ours, original)
+    method(ours)
+    ours(rows())
+    assert "IRC568" not in caplog.text
+    for _ in range(2):
+        for model in (ours, original):
+            model.zero_grad()
+            loss(model.body(rows())).backward()
+        pairs: Any = zip(ours.parameters(), original.parameters(), strict=True)
+        assert all(a.grad is b.grad is None or torch.equal(a.grad, b.grad) for a, b in pairs)
+    (line,) = [record.getMessage() for record in caplog.records if "IRC568" in record.getMessage()]
+    # the inputs of six products and three activations, 512 rows of 16 or 64 numbers
+    assert "submodule 'body' is called in training" in line
+    assert f"{(3 * 16 + 6 * 64) * 512 * 4 / 1024:.0f} KiB" in line
+    assert pickle.loads(pickle.dumps(ours.body)).__dict__.get("_compiled_call_impl") is None
+    assert "_compiled_call_impl" not in vars(copy.deepcopy(ours.body))

@@ -22,6 +22,7 @@ from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
 
 __all__ = [
     "ABSENT",
+    "CALL",
     "Attributes",
     "CodeReads",
     "CodeWatch",
@@ -53,7 +54,9 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The marks that sharding of the whole module leaves in its submodules."""
 _OWN_MARKS = "_irc"
 """The prefix of irc's own marks, which are read from the `__dict__`."""
-_NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK])
+CALL = "_compiled_call_impl"
+"""The attribute by which torch lets a module be called in another way; copies and pickles leave it out."""
+_NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK, CALL])
 """The attributes of every module that are not settings: parameters, buffers, submodules, hooks."""
 
 

@@ -13,13 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import callback_handler
+from torch._dynamo import callback_handler, config
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
-from ...backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers, free_numbers_of_graph
+from ...backends.torch.guards.free_numbers import (
+    NO_NUMBERS,
+    FreeNumbers,
+    free_numbers_of_graph,
+    take_number_results,
+)
 from ...backends.torch.varied_call import numbers_of, varied_numbers
 from ...frontends.torch import (
     CapturedGraph,
@@ -178,7 +183,7 @@ class Backend:
         """Goes around each call of what is compiled, in which numpy draws its own random numbers."""
         with self._lock:
             self._budget.begin_call(filter(_is_countable, call_arguments()))
-        patched: Any = torch._dynamo.config.patch  # pyright: ignore[reportAttributeAccessIssue]
+        patched: Any = config.patch  # pyright: ignore[reportAttributeAccessIssue]
         with patched(use_numpy_random_stream=True):
             yield
 
@@ -414,6 +419,8 @@ class _Compiled:
         self.names = lifted_names(graph)
         numbers = numbers_among(graph)
         self.numbers = frozenset(numbers.values())
+        self.results = take_number_results(graph.graph, numbers)
+        graph.recompile()
         self.free = free_numbers_of_graph(graph.graph, numbers)
         self.variants: OrderedDict[Hashable, Variant | Unplanned] = OrderedDict()
         self.draws_from_numpy = draws_from_numpy(graph)
@@ -421,10 +428,17 @@ class _Compiled:
     def run(self, *args: Any) -> Any:
         """Runs the graph on these arguments."""
         try:
-            return self._run([_number(arg) if k in self.numbers else arg for k, arg in enumerate(args)])
+            args = tuple(_number(arg) if k in self.numbers else arg for k, arg in enumerate(args))
+            results = self._run(args)
         except BaseException:
             self.backend.let_go()
             raise
+        if not self.results:
+            return results
+        return [
+            self.results[place].of(args) if place in self.results else result
+            for place, result in enumerate(results)
+        ]
 
     def _run(self, args: Sequence[Any]) -> Any:
         if self.draws_from_numpy:

@@ -154,6 +154,7 @@ def given_up(name: str) -> UnsupportedError:
         f"frame {most} times, and runs it in eager after that): nothing was planned, and the budget could "
         "not be kept",
         help="keep the sizes, or the numbers, that change from step to step to a few, give torch.compile "
-        f"dynamic=True, or raise torch._dynamo.config.recompile_limit above {most}; TORCH_LOGS=recompiles "
-        "names what changed",
+        f"dynamic=True, or raise torch._dynamo.config.recompile_limit above {most}; for a counter in an "
+        "attribute of a module set torch._dynamo.config.allow_unspec_int_on_nn_module = True; "
+        "TORCH_LOGS=recompiles names what changed",
     )

@@ -35,6 +35,7 @@ class Net(nn.Module):
         super().__init__()
         self.lin, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
         self.weight = 0.5
+        self.calls, self.rate = 1, 1.0
         self.functions = (function,)
 
     def forward(self, x: Tensor, *numbers: Any) -> Tensor:
@@ -46,6 +47,16 @@ def broken(_: Net, h: Tensor, t: float) -> Tensor:
     h = h * t
     torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
     return h.sin() / t
+
+
+def counting(net: Net, h: Tensor) -> Tensor:
+    net.calls += 1
+    return h / net.calls
+
+
+def decaying(net: Net, h: Tensor) -> Tensor:
+    net.rate = net.rate * 0.9
+    return h * net.rate
 
 
 def same(ours: Tensor | None, eagers: Tensor | None) -> bool:
@@ -64,9 +75,22 @@ def same(ours: Tensor | None, eagers: Tensor | None) -> bool:
         (lambda _, h, t: h * t if t > 0.75 else h + t, [(1.0,), (0.9,), (0.5,), (0.4,), (0.8,)], 3),
         (lambda _, h, n: h[:, :n] * n, [(2,), (3,), (4,)], 3),
         (lambda _, h, t: h.clamp(-t, t), [(1.0,), (0.9,), (0.8,)], 3),
+        (counting, [(), (), ()], 3),  # Dynamo takes whole numbers of modules for constants
+        (decaying, [(), (), (), ()], 2),
         (broken, [(1.0,), (0.9,), (0.8,), (0.7,)], 5),
     ],
-    ids=["scale", "several", "whole", "attribute", "branch", "slice", "clamp", "graph-break"],
+    ids=[
+        "scale",
+        "several",
+        "whole",
+        "attribute",
+        "branch",
+        "slice",
+        "clamp",
+        "counter",
+        "decay",
+        "graph-break",
+    ],
 )
 def test_a_number_that_changes_is_an_input_of_the_plan(
     function: Callable[..., Tensor], calls: list[tuple[Any, ...]], plans: int
@@ -83,6 +107,7 @@ def test_a_number_that_changes_is_an_input_of_the_plan(
             one(x, *numbers).sum().backward()
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         assert all(same(parameter.grad, other.grad) for parameter, other in pairs), numbers
+    assert (model.calls, model.rate) == (twin.calls, twin.rate)
     assert len(backend.plans) == plans
 
 
@@ -134,3 +159,22 @@ def test_a_graph_without_backward_counts_though_it_takes_a_number() -> None:
     x = torch.randn(4, 8)
     for t in (1.0, 0.9, 0.8):
         assert torch.equal(scaled(x, t), x * t)
+
+
+def test_a_counter_of_a_module_that_dynamo_compiles_too_often_is_refused_and_the_cure_works() -> None:
+    model, x = Net(counting), torch.randn(4, 8)
+    config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    with config.patch(recompile_limit=2):
+        backend = irc.backend("1MiB", outside="measured", costs="analytic")
+        run: Any = torch.compile(model, backend=backend)
+        with pytest.raises(irc.UnsupportedError, match="IRC545") as raised:
+            for _ in range(3):
+                run(x).sum().backward()
+        assert raised.value.help is not None and "allow_unspec_int_on_nn_module = True" in raised.value.help
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+        with config.patch(allow_unspec_int_on_nn_module=True):
+            model, backend = Net(counting), irc.backend("1MiB", outside=0, costs="analytic")
+            run = torch.compile(model, backend=backend)
+            for calls in range(2, 7):
+                assert torch.equal(run(x), model.out(torch.tanh(model.lin(x))) / calls)
+            assert len(backend.plans) == 2 and model.calls == 6

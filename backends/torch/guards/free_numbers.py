@@ -12,17 +12,24 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import SymFloat, SymInt, Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ....ir.scalars import FUNCTIONS, Leaf, Operand, Scalar, leaves_of
+from ....ir.scalars import FUNCTIONS, Leaf, Operand, Scalar, evaluate, leaves_of
 from .dynamo_call import Interpretation, TraceAnswers, interpret, is_number
 from .symbolic_numbers import Operation
 
-__all__ = ["NO_NUMBERS", "FreeNumbers", "free_numbers", "free_numbers_of_graph"]
+__all__ = [
+    "NO_NUMBERS",
+    "FreeNumbers",
+    "NumberResult",
+    "free_numbers",
+    "free_numbers_of_graph",
+    "take_number_results",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def free_numbers(
 
 
 def free_numbers_of_graph(graph: fx.Graph, places: Mapping[fx.Node, int]) -> FreeNumbers:
-    """Finds the numbers among the arguments of a graph of Dynamo that decide nothing in it.
+    """Finds the numbers among the arguments of a graph of Dynamo that decide nothing but results of it.
 
     What they decided in the code that became the graph is a guard of Dynamo's, which has let the call pass.
 
@@ -90,7 +97,7 @@ def free_numbers_of_graph(graph: fx.Graph, places: Mapping[fx.Node, int]) -> Fre
         graph: The graph.
         places: The indices of the arguments that are numbers, by their placeholders.
     """
-    operations = (Operation(node, node.args, node.kwargs) for node in graph.nodes)
+    operations = (Operation(node, node.args, node.kwargs) for node in graph.nodes if node.op != "output")
     _, entering, deciding = _followed(operations, {node: Leaf(place) for node, place in places.items()})
     free = [leaves_of(each) for each in entering]
     while more := frozenset[int]().union(*(each for each in free if each & deciding)) - deciding:
@@ -99,6 +106,58 @@ def free_numbers_of_graph(graph: fx.Graph, places: Mapping[fx.Node, int]) -> Fre
     return _counted(
         frozenset(places.values()) - used, [each for each in entering if not leaves_of(each) & deciding]
     )
+
+
+class NumberResult(NamedTuple):
+    """A result of a graph that is computed from numbers alone.
+
+    Args:
+        operand: How it is computed.
+        dtype: The element type of the tensor that Dynamo takes it in; None for a number.
+    """
+
+    operand: Operand
+    dtype: torch.dtype | None
+
+    def of(self, leaves: Sequence[Any]) -> Any:
+        """The result of a call with these leaves."""
+        number = evaluate(self.operand, leaves)
+        return number if self.dtype is None else torch.scalar_tensor(number, dtype=self.dtype)
+
+
+def take_number_results(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[int, NumberResult]:
+    """Takes the results that are computed from numbers alone out of a graph, which returns None there.
+
+    Args:
+        graph: The graph.
+        places: The indices of the arguments that are numbers, by their placeholders.
+
+    Returns:
+        What was taken, by the place among the results.
+    """
+    operations = (Operation(node, node.args, node.kwargs) for node in graph.nodes)
+    scalars, _, _ = _followed(operations, {node: Leaf(place) for node, place in places.items()})
+    results: dict[int, NumberResult] = {}
+    output = graph.output_node()
+    if not isinstance(output.args[0], tuple | list):
+        return results
+    returned: list[Any] = list(output.args[0])
+    for place, node in enumerate(returned):
+        is_wrapped = isinstance(node, fx.Node) and node.target is torch.scalar_tensor and len(node.users) == 1
+        number: Any = node.args[0] if is_wrapped else node
+        operand = scalars.get(number)
+        if operand is None or any(part.function in ("min", "max") for part in _functions(operand)):
+            continue  # what min and max return of two equal numbers is not told by expressions
+        dtype: Any = node.kwargs["dtype"] if is_wrapped else None
+        results[place] = NumberResult(operand, dtype)
+        returned[place] = None
+    output.args = (tuple(returned),)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not torch.scalar_tensor)
+    return results
+
+
+def _functions(operand: Operand) -> list[Scalar]:
+    return [part for part in _parts(operand) if isinstance(part, Scalar)]
 
 
 def _counted(unread: frozenset[int], entering: Iterable[Operand]) -> FreeNumbers:
@@ -127,7 +186,9 @@ def _entering(found: Interpretation, names: Mapping[int, str]) -> list[Operand] 
         return None
     given = {f"L_{name}": Leaf(place) for place, name in names.items()}
     nodes = (made.node for made in found.symbols.operations)
-    places = {node: given[node.target] for node in nodes if node.op == "placeholder" and node.target in given}
+    places = {
+        node: given[str(node.target)] for node in nodes if node.op == "placeholder" and node.target in given
+    }
     scalars, entering, deciding = _followed(found.symbols.operations, places)
     read = {id(part) for each in entering for part in _parts(each)}
     computed = (each for each in scalars.values() if isinstance(each, Scalar))

@@ -14,7 +14,7 @@ import irc
 from benchmarks.module_fuzz import compare
 from benchmarks.module_fuzz.__main__ import main
 from benchmarks.module_fuzz.blocks import KINDS
-from benchmarks.module_fuzz.compare import Verdict, examine
+from benchmarks.module_fuzz.compare import BAD, Verdict, examine
 from benchmarks.module_fuzz.programs import (
     Block,
     Loop,
@@ -29,6 +29,22 @@ from benchmarks.module_fuzz.shrink import shrunk
 from irc.ir import UnsupportedError
 
 PLAIN = Program(3, (Block("linear", 1), Block("softmax", 2)))
+MODULES, GROUP = 200, 10
+OPEN = {
+    **dict.fromkeys((77, 119, 182, 196), "results or arguments in permuted layouts: rounding, unnamed"),
+    **dict.fromkeys((25, 29, 75), "a parameter that is read twice, by a penalty or two forwards: the same"),
+    **dict.fromkeys((22, 136), "prod: the same"),
+    **dict.fromkeys((15, 68), "ELU, SELU of a transposed tensor"),
+    **dict.fromkeys((156, 185), "buffers that a checkpoint of the model writes: eager writes them twice"),
+    **dict.fromkeys((175,), "a checkpoint that draws again in backward"),
+}
+"""Seeds that show a fault which is not mended yet. What mends one takes its seeds out."""
+
+
+@pytest.mark.parametrize("first", range(0, MODULES, GROUP))
+def test_random_modules_train_as_in_eager_or_are_refused(first: int) -> None:
+    outcomes = [examine(draw(seed)) for seed in range(first, first + GROUP) if seed not in OPEN]
+    assert not [str(outcome) for outcome in outcomes if outcome.verdict in BAD]
 
 
 def test_the_table_of_options_is_whole() -> None:

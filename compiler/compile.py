@@ -37,6 +37,7 @@ from ..ir import (
     OutputRole,
     Plan,
     TimeLimitError,
+    Trait,
     UsageError,
     count_kernels,
     reordered,
@@ -326,11 +327,10 @@ def _fused_or_not(
 
 
 def _fused(program: Program, request: Request) -> Program:
-    """The program with kernels, if the request names their compiler; the same one otherwise."""
-    if request.fusing is None:
-        return program
+    """The program with kernels, if the request names their compiler, and with writes in place."""
+    fusing = () if request.fusing is None else (request.fusing,)
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-        return PassManager([request.fusing], request.observers).run(program)
+        return PassManager([*fusing, *request.writing], request.observers).run(program)
 
 
 def _whole_or_tiled(
@@ -344,6 +344,9 @@ def _whole_or_tiled(
         BudgetError: IRC204.
     """
     started = time.thread_time()
+    functional = program
+    if any(Trait.OVERWRITES in node.traits for node in program.graph.nodes):
+        functional = prepared_call(captured, request.without_writes)
     tried: list[int] = []
     fitting: list[Program] = []
 
@@ -356,7 +359,7 @@ def _whole_or_tiled(
         return fitting[-1]
 
     def tiled(tiles: int) -> Program | None:
-        in_tiles = PassManager([*request.in_tiles(tiles)], request.observers).run(program)
+        in_tiles = PassManager([*request.in_tiles(tiles)], request.observers).run(functional)
         if not in_tiles.tiles:
             return None
         in_tiles = replace(in_tiles, original=None, kernels=costed_call(program, request))
@@ -370,14 +373,14 @@ def _whole_or_tiled(
                 return same
     try:
         best = whole_or_tiled(
-            tiles_of(program.graph, request),
-            lambda: planned(program),
+            tiles_of(functional.graph, request),
+            lambda: planned(functional if request.fusing else program),
             tiled,
             step_seconds=_step_seconds,
             is_best=lambda found: found.plan is not None and found.plan.overhead <= request.plan.gap,
         )
     except BudgetError as error:
-        error.help = "; ".join(filter(None, (error.help, tiles_advice(program.graph, request))))
+        error.help = "; ".join(filter(None, (error.help, tiles_advice(functional.graph, request))))
         raise
     if len(tried) == 1:
         return best

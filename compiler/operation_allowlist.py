@@ -16,6 +16,7 @@ from ..ir import (
     Kernel,
     Node,
     OutputRole,
+    Trait,
     VerificationError,
     printable,
     steps_of,
@@ -93,6 +94,10 @@ def check_operations(graph: Graph) -> None:
         if found is None or not _is_pure(found):
             raise VerificationError(
                 "IRC132", f"{printable(node.op)} is not an operation that a file may hold", at=node.at
+            )
+        if found._schema.is_mutable and not node.traits & {Trait.EFFECT, Trait.OVERWRITES}:
+            raise VerificationError(
+                "IRC132", f"{printable(node.op)} writes into an operand, and does not say so", at=node.at
             )
 
 

@@ -27,6 +27,7 @@ from ..passes import (
     ReplayDraws,
     SplitConvolutions,
     TileRows,
+    WriteInPlace,
 )
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
@@ -294,8 +295,19 @@ class Request:
     @property
     def costing(self) -> tuple[Pass, ...]:
         """The part of the pipeline that ends with the costs of a graph."""
-        fusing = () if self.fusing is None else (self.fusing,)
-        return (*self.preparing, *fusing, self.cost)
+        if self.fusing is None:
+            return (*self.preparing, self.cost)
+        return (*self.without_writes.preparing, self.fusing, *self.writing, self.cost)
+
+    @property
+    def writing(self) -> tuple[Pass, ...]:
+        """The pass that writes in place, if there is one: rewrites that know no writes come before it."""
+        return tuple(step for step in self.rewrites if isinstance(step, WriteInPlace))
+
+    @property
+    def without_writes(self) -> Request:
+        """The request of a graph that later rewrites can read."""
+        return replace(self, rewrites=tuple(step for step in self.rewrites if step not in self.writing))
 
     @property
     def bounded_cost(self) -> Cost:
@@ -466,13 +478,14 @@ def cost_passes(costs: str) -> list[Pass]:
     """
     match cast(object, costs):
         case "measured":
-            return [ReplayDraws(), SplitConvolutions(measure=True), Cost(repeats=3)]
+            return [ReplayDraws(), SplitConvolutions(measure=True), WriteInPlace(), Cost(repeats=3)]
         case "thorough":
-            return [ReplayDraws(), SplitConvolutions(measure=True), Cost(repeats=8)]
+            return [ReplayDraws(), SplitConvolutions(measure=True), WriteInPlace(), Cost(repeats=8)]
         case "analytic":
-            return [ReplayDraws(), SplitConvolutions(), Cost(profile="cpu")]
+            return [ReplayDraws(), SplitConvolutions(), WriteInPlace(), Cost(profile="cpu")]
         case str():
-            return [ReplayDraws(), SplitConvolutions(transpose=costs == "cpu"), Cost(profile=costs)]
+            split = SplitConvolutions(transpose=costs == "cpu")
+            return [ReplayDraws(), split, WriteInPlace(), Cost(profile=costs)]
         case _:
             raise UsageError(
                 "IRC410",

@@ -116,7 +116,7 @@ def with_overwritten(node: Node, pairs: Mapping[Value, int]) -> Node:
 def overwritten(node: Node) -> dict[Value, int]:
     """Returns the operands of a node that its results overwrite, each with the index of the result."""
     if node.op != FUSED:
-        return {}
+        return {} if (operand := node.written_operand) is None else {operand: 0}
     pairs = dict(node.keywords).get(_OVERWRITES, ())
     found: dict[Value, int] = {}
     for pair in pairs if isinstance(pairs, tuple) else ():

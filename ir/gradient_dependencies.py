@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from .fused import FUSED, RESULT, place_of, steps_of
 from .graph import Argument, Graph, InputRole, Node, Symbol, values_in
@@ -94,6 +95,7 @@ _OF_EITHER = frozenset({"bmm", "convolution", "dot", "mm", "mul", "mul_", "mv"})
 _OF_ALL = {
     "add.Tensor": (0, 1),
     "cat.default": (0,),
+    "copy.default": (1,),
     "div.Tensor": (0,),
     "index_add.default": (0, 3),
     "index_put.default": (0, 2),
@@ -114,6 +116,10 @@ def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     """Returns the outputs without which the results of an operation are zero; None if that is not known."""
     if node.op == FUSED:
         return _zero_of_all(node, zero)
+    if (target := node.written_operand) is not None:  # what is not written stays as it was
+        plain = replace(node, op=node.plain_op, traits=frozenset())
+        found = _zero(plain, zero)
+        return None if found is None or target not in zero else found | zero[target]
     namespace, _, overload = node.op.partition(".")
     name = overload.partition(".")[0]
     if namespace not in ("aten", "irc"):

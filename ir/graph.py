@@ -84,6 +84,11 @@ class Trait(Enum):
     """Takes part in the traffic between pipeline stages: runs exactly once, in the original order."""
     REORDERED = "reordered"
     """Adds what the model's own operation adds, but may do so in another order (see `reordered`)."""
+    IN_PLACE = "in_place"
+    """The model writes this result over memory that it has, and the graph makes it anew."""
+    OVERWRITES = "overwrites"
+    """Writes into an operand (see `Node.written_operand`): the storage of its result takes over the memory of
+    the operand's, whose numbers are gone."""
 
 
 RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC, Trait.EXCHANGE})
@@ -224,6 +229,23 @@ class Node:
             and self.annotation.policy is Policy.RECOMPUTE
             and self.is_recomputable
         )
+
+    @property
+    def plain_op(self) -> str:
+        """The operation that makes the same result anew, for one whose name says that it writes in place."""
+        library, _, rest = self.op.partition(".")
+        name, dot, overload = rest.partition(".")
+        if not name.endswith("_") or name.endswith("__"):
+            return self.op
+        return f"{library}.{name[:-1]}{dot}{overload}"
+
+    @property
+    def written_operand(self) -> Value | None:
+        """The operand that the node writes into, `out` or the first one; None if it overwrites none."""
+        if Trait.OVERWRITES not in self.traits:
+            return None
+        found = dict(self.keywords).get("out", self.arguments[0] if self.arguments else None)
+        return found if isinstance(found, Value) else None
 
     @property
     def releases(self) -> Gradients | None:
@@ -490,10 +512,11 @@ class Graph:
     def copyable_storages(self) -> frozenset[Storage]:
         """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's.
 
-        Offloaded parameters are copied too; they are not among these, nor are sums that grow in place.
+        Offloaded parameters are copied too; they are not among these, nor is what is written in place.
         """
         found: set[Storage] = set()
         written = {node.operands[0].storage for node in self.nodes if Trait.EFFECT in node.traits}
+        written |= {value.storage for node in self.nodes if (value := node.written_operand) is not None}
         for storage, node in self.producers.items():
             if node.op == LOAD:
                 continue

@@ -24,6 +24,7 @@ from .rewrites.replay_draws import ReplayDraws
 from .rewrites.row_regions import row_regions
 from .rewrites.split_convolutions import SplitConvolutions
 from .rewrites.tile_rows import TileRows
+from .rewrites.write_in_place import WriteInPlace
 from .step_memory import step_memory
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "SplitConvolutions",
     "Strategy",
     "TileRows",
+    "WriteInPlace",
     "analytic_costs",
     "machine_named",
     "offloadable_in",

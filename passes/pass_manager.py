@@ -23,6 +23,7 @@ from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
 from .rewrites.tile_rows import TileRows
+from .rewrites.write_in_place import WriteInPlace
 
 __all__ = ["Observer", "Pass", "PassManager", "parse_passes", "pass_kinds", "print_pass"]
 
@@ -58,6 +59,7 @@ _PASSES: dict[str, type[Any]] = {
         LossGradientsInForward,
         TileRows,
         FuseOperations,
+        WriteInPlace,
         HoldForwards,
         Cost,
         OfferTiers,

@@ -452,7 +452,9 @@ class _Emitter:
         call = self._call(node)
         self.ran.add(node)
         if node in self.partial:
-            call = f"{call} if given & {self.partial[node]} else {self._zeros(node)}"
+            written = node.written_operand
+            zeros = self._zeros(node) if written is None else self._argument(written)
+            call = f"{call} if given & {self.partial[node]} else {zeros}"
         if not any(kept):
             yield call
         elif not node.is_sequence:

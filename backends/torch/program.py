@@ -290,7 +290,7 @@ def _written(graph: Graph) -> set[Storage]:
 
 def _overwritten(schedule: Schedule) -> frozenset[int]:
     """Returns the indices of the saved values whose memory results of backward take."""
-    operations = [node for node in schedule.graph.operations if node.region is Region.BACKWARD]
+    operations = schedule.halves[1]
     taken = {value.storage for node in operations for value in overwritten(node)}
     taken |= {n.operands[0].storage for n in operations if Trait.EFFECT in n.traits and n.releases is None}
     saved = saved_values(schedule)

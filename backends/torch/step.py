@@ -196,11 +196,17 @@ def _take_saved(ctx: Any, program: Program) -> tuple[list[Any], Session | None]:
     if live_forwards is not None:
         live_forwards.begin_backward(ctx, program, is_retained=is_retained)
     if is_retained:
-        again = [each.clone() if k in program.overwritten else each for k, each in enumerate(saved)]
+        again = [_copied(each) if k in program.overwritten else each for k, each in enumerate(saved)]
         return again, copies.retained() if copies is not None else None
     ctx.saved = ctx.inputs = ctx.copies = None
     ctx.watched = list[Watched]()
     return saved, copies
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Copies a tensor with all of its storage, of which it may be a part."""
+    storage = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _last(copies: Session | None) -> tuple[Session, ...]:

@@ -154,6 +154,8 @@ class MicroBatch:
             UsageError: As `PipelineRequest.offered`.
         """
         stage = request.of_a_stage()
+        # a write and all that reads the old numbers would have to be in one stage
+        stage = stage.without_writes
         prepared = replace(PassManager(stage.preparing).run(Program(captured.graph)), original=None)
         program = stage.cost.run(prepared)
         optimizer = request.optimizer

@@ -69,6 +69,7 @@ from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import Hooked, refuse_hooks_that_stay, tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .global_settings import GlobalSettings
+from .in_place import noting_writes
 from .known_values import known_values
 from .length_conditions import Axes, SymbolicLength
 from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
@@ -686,6 +687,7 @@ def _trace(
     stack.enter_context(checks_stay())
     # eager's backward runs where the loop calls it: outside of the forward's autocast
     stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+    stack.enter_context(noting_writes())
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:

@@ -55,6 +55,7 @@ from ...ir import (
 from ...torch_support.arguments import constant_symbol
 from ...torch_support.element_types import element_type
 from .generators import Generators
+from .in_place import is_in_place
 from .loss_terms import kept_bytes
 from .place_annotations import Note, note_of
 from .provenance import location_of
@@ -295,7 +296,10 @@ class _Translator:
         _check_draw(made)
         if (note := note_of(node)) is not None:
             self.notes[node.name] = note
-        self.nodes.append(replace(made, traits=_traits(made, node)))
+        traits = _traits(made, node)
+        if is_in_place(node) and Trait.VIEW not in traits:
+            traits |= {Trait.IN_PLACE}
+        self.nodes.append(replace(made, traits=traits))
         if is_sequence:
             self.tuples[node] = results
         elif results[0] is not None:

@@ -41,9 +41,9 @@ def verify_graph(graph: Graph) -> None:
             its gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
             pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
             begins from; IRC144 a sum that grows by parts is not marked as one in another order; IRC145 a
-            fused node does not hold operations, or overwrites what is not its own; IRC550 an
-            annotation is out of place; IRC566 the number of forwards in flight is less than one, or does not
-            fit the graph.
+            node overwrites what is not its own or what is read later, or a fused one does not hold
+            operations; IRC550 an annotation is out of place; IRC566 the number of forwards in flight is less
+            than one, or does not fit the graph.
     """
     _GraphCheck(graph).run()
     _check_forwards(graph)
@@ -76,6 +76,8 @@ class _GraphCheck:
         """Storages that nodes allocate: sums that effects add to, or scale."""
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
         self.exchanged: set[tuple[str, Region, str]] = set()
+        self.gone: dict[Storage, Node] = {}
+        """Storages whose memory a result has taken, each with the node that makes it."""
         self.generator_state: tuple[Value, object] | None = None
         """The state of a generator that was copied since the last draw, and its device."""
 
@@ -97,6 +99,9 @@ class _GraphCheck:
             self.annotation(node)
             for operand in node.operands:
                 self.read(operand, node)
+                if operand.storage in self.gone and not node.is_view:
+                    by = self.gone[operand.storage].name
+                    fail("IRC145", f"{node.name} reads {operand}, which {by} has overwritten", node)
             if node.region is Region.BACKWARD:
                 backward = node
             elif backward is not None:
@@ -105,8 +110,7 @@ class _GraphCheck:
                 self.write(value, node)
             self.aliases(node)
             self.draw(node)
-            if node.op == FUSED:
-                self.fused(node)
+            self.overwrites(node)
             self.made.update({value.storage for value in node.values} - self.allocated)
             self.allocated.update(value.storage for value in node.values)
         self.outputs()
@@ -174,22 +178,30 @@ class _GraphCheck:
                 message = f"{node.name} is not a view but returns {value} in storage {value.storage.name}"
                 fail("IRC116", f"{message}, which exists already", node)
 
-    def fused(self, node: Node) -> None:
-        """Checks that a fused node holds operations, and that what it overwrites is made for it."""
+    def overwrites(self, node: Node) -> None:
+        """Checks what a node overwrites, and that a fused node holds operations."""
         try:
-            Kernel.of(node)
+            if node.op == FUSED:
+                Kernel.of(node)
             taken = overwritten(node)
         except ValueError as error:
             fail("IRC145", f"fused node {node.name}: {error}", node)
+        is_in_place = node.plain_op != node.op or any(key == "out" for key, _ in node.keywords)
+        is_overwriting = Trait.OVERWRITES in node.traits
+        is_plain = is_in_place and taken and len(node.values) == 1
+        if is_overwriting and (not is_plain or node.is_view or node.is_sequence):
+            fail("IRC145", f"{node.name} overwrites no operand, or has several results", node)
         kept = self.graph.static_storages | self.graph.tangent_storages | self.graph.output_storages
         for value, index in taken.items():
             storage, made = value.storage, node.values[index].storage
             if any(storage is g.storage for release in self.graph.releases for g in release.operands):
-                fail("IRC145", f"fused node {node.name} overwrites {value}, which is released", node)
-            if node.region is not Region.BACKWARD or storage in kept:
-                fail("IRC145", f"fused node {node.name} overwrites {value}, which is not backward's", node)
-            if storage.nbytes != made.nbytes or [v.storage for v in node.operands].count(storage) > 1:
-                fail("IRC145", f"fused node {node.name} overwrites {value}, which it reads otherwise", node)
+                fail("IRC145", f"{node.name} overwrites {value}, which is released", node)
+            if storage in kept or (node.op == FUSED and node.region is not Region.BACKWARD):
+                fail("IRC145", f"{node.name} overwrites {value}, which is not its own", node)
+            others = [v.storage for v in node.operands].count(storage) > 1
+            if storage.nbytes != made.nbytes or storage.device != made.device or others:
+                fail("IRC145", f"{node.name} overwrites {value}, which it reads otherwise", node)
+            self.gone[storage] = node
 
     def draw(self, node: Node) -> None:
         """Checks that a draw which may run again reads the state of the generator that it begins from."""

@@ -176,6 +176,9 @@ class _ScheduleCheck:
             self.resident.add(storage)
             self.alive_bytes += storage.nbytes
         for value in overwritten(node):
+            if value.storage in self.copying:
+                message = f"{node.name} overwrites {value} before the copy of {show(value.storage)} has ended"
+                self.fail("IRC138", message, node)
             self.gone[value.storage] = node
             self.alive_bytes -= value.storage.nbytes
         self.ran.add(node)

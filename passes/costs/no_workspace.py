@@ -8,7 +8,7 @@ from ...ir import DType, Node, TensorType, Value
 
 __all__ = ["is_elementwise", "is_plain_product", "takes_none"]
 
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_PRODUCTS = ("aten.mm.default", "aten.mm.out", "aten.addmm.default")
 
 
 def takes_none(node: Node) -> bool:
@@ -44,6 +44,9 @@ def is_plain_product(node: Node) -> bool:
     if node.op not in _PRODUCTS:
         return False
     *biases, left, right = (value.type for value in node.arguments if isinstance(value, Value))
+    written = node.written_operand
+    if written is not None and not (_is_plain(left) and _is_plain(right) and 1 in written.type.strides):
+        return False  # rows with gaps between them are as good to BLAS as others
     return all(len(bias.shape) == 1 for bias in biases) and all(map(_is_plain, (left, right)))
 
 

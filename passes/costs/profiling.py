@@ -66,7 +66,7 @@ class Measured:
     Args:
         seconds: The best time of its runs; None if none of them was timed.
         workspace_bytes: The allocator's bytes at the operation's own peak, beyond its results; below zero if
-            these take the memory of operands.
+            a kernel's results take the memory of operands.
         runs: The number of runs that were timed.
     """
 
@@ -175,19 +175,21 @@ def _costs_of(
         seconds, workspace_bytes = dict(modelled.seconds), dict(modelled.workspace_bytes)
     for node, cost in found.items():
         if cost is not None:
-            workspace_bytes[node] = _with_state(node, cost.workspace_bytes)
+            workspace_bytes[node] = _in_step(node, cost.workspace_bytes)
             if has_times and cost.seconds is not None:
                 seconds[node] = cost.seconds
     return Costs(seconds, workspace_bytes, f"profile:{device}", has_times)
 
 
-def _with_state(node: Node, workspace_bytes: int) -> int:
-    """The workspace of a draw that may run again: each run ends with a copy of the generator's state.
+def _in_step(node: Node, workspace_bytes: int) -> int:
+    """The workspace of an operation in a step, given that of its kernel.
 
-    The copy takes its bytes when the kernel has given back its own, beside the results.
+    Each run of a draw that may run again ends with a copy of the generator's state: it takes its bytes when
+    the kernel has given back its own, beside the results. What writes into an operand takes its memory.
     """
-    state = node.generator_state
-    return workspace_bytes if state is None else max(workspace_bytes, state.storage.nbytes)
+    state, written = node.generator_state, node.written_operand
+    workspace_bytes = workspace_bytes if state is None else max(workspace_bytes, state.storage.nbytes)
+    return workspace_bytes if written is None else workspace_bytes - written.storage.nbytes
 
 
 def _touched_bytes(graph: Graph, node: Node) -> int:
@@ -538,8 +540,7 @@ def first_runs(nodes: Sequence[Node], look: Callable[[Node, Any], None] | None =
             levels |= _levels_of(mine, _timing_runs(mine, seconds, look), device)
             mine = [node for node in mine if _leaves_more(node, levels[node])]
         levels |= _levels_of(mine, map(_warm_runner, mine), device)
-    workspaces = {node: levels[node].peak_bytes - _result_bytes(node) for node in nodes}
-    workspaces = {n: max(nbytes, -_overwritten_bytes(n)) for n, nbytes in workspaces.items()}
+    workspaces = {node: _workspace_bytes(node, levels[node]) for node in nodes}
     return [Measured(seconds.get(node), workspaces[node], int(node in seconds)) for node in nodes]
 
 
@@ -583,6 +584,13 @@ def _warm_runner(node: Node) -> Callable[[], Any]:
         run = runner(node)
         _check_sizes(node, run())  # kernels are chosen on the first run with this number of threads
     return run
+
+
+def _workspace_bytes(node: Node, level: Level) -> int:
+    """The workspace of a kernel: one that writes into an operand makes nothing beside it."""
+    if node.written_operand is not None:
+        return level.peak_bytes
+    return max(level.peak_bytes - _result_bytes(node), -_overwritten_bytes(node))
 
 
 def _leaves_more(node: Node, level: Level) -> bool:

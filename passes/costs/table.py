@@ -19,6 +19,7 @@ from ...ir import (
     TensorType,
     Trait,
     Value,
+    values_in,
 )
 from .machines import Machine
 from .no_workspace import is_elementwise, is_plain_product
@@ -123,7 +124,9 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
                 moved += 2 * unpacked_bytes(node)  # they are written, and read
             is_half = any(value.type.dtype in _HALF for value in node.values)
             seconds[node] = machine.seconds(flops[key], moved, is_half=is_half)
-            workspace[node] = _workspace_bound(node, moved, machine)
+            written = node.written_operand
+            written_bytes = 0 if written is None else written.storage.nbytes
+            workspace[node] = _workspace_bound(node, moved, machine) - written_bytes
         else:
             step = StepCost.of(node)
             written = node.operands[0].type.nbytes
@@ -173,10 +176,18 @@ def _workspace_bound(node: Node, moved_bytes: int, machine: Machine) -> int:
     if any(part in node.op for part in _REORDERING):
         bound = moved_bytes + _SCRATCH_BYTES
         return min(bound, machine.product_workspace_bytes or bound) if is_plain_product(node) else bound
-    if is_elementwise(node):
+    if is_elementwise(node) or _is_plain_copy(node):
         return _SCRATCH_BYTES
     largest = max((value.type.nbytes for value in (*node.operands, *node.values)), default=0)
     return largest + _SCRATCH_BYTES
+
+
+def _is_plain_copy(node: Node) -> bool:
+    """Whether a node copies a tensor into another one of its type of elements and device."""
+    if node.op != "aten.copy_.default":
+        return False
+    mine, its = (value.type for value in values_in(node.arguments[:2]))
+    return (mine.dtype, mine.device) == (its.dtype, its.device)
 
 
 def _blocked_bytes(type: TensorType, groups: int) -> int:
@@ -201,7 +212,7 @@ def _flops(node: Node) -> float:
     import torch
     from torch.utils.flop_counter import flop_registry
 
-    namespace, name, _ = node.op.split(".", 2)
+    namespace, name, _ = node.plain_op.split(".", 2)
     packet = getattr(getattr(torch.ops, namespace), name, None)
     formula: Any = flop_registry.get(packet)
     elements = float(sum(value.type.numel for value in node.values))

@@ -56,6 +56,7 @@ class OffloadProblem:
 
     def _order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Order:
         costs = self.problem.costs
+        forward, backward = self.problem.with_remade(forward, backward)
         return Order(self.problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
 
     def run(self, recomputations: Recomputations, *, below_seconds: float = math.inf) -> Solution | None:

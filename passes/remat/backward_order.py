@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...ir import Gradients, Graph, Node, Region, Storage
+from ...ir import Gradients, Graph, Node, Region, Storage, overwritten
 from ..costs.table import Costs
 
 __all__ = ["weight_gradients_last"]
@@ -19,7 +19,8 @@ def weight_gradients_last(graph: Graph, costs: Costs, least_ratio: float = 1.0) 
     no time. A gradient that is released takes its bytes while nearly all of the step's values are alive; at
     the end they are gone. Operations that share what they read wait together or not at all. Among those that
     wait, the ones that take and free most besides come first, while few gradients are there. An operation
-    that reads a parameter which something else's release updates does not wait.
+    that reads a parameter which something else's release updates does not wait, nor does one that reads what
+    another overwrites.
 
     Args:
         graph: The training graph.
@@ -73,6 +74,7 @@ def _groups(graph: Graph, backward: Sequence[Node]) -> list[list[_Sink]]:
             readers.setdefault(storage, []).append(node)
     permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
     updated = {n.operands[0].storage for n in graph.releases if n.releases is Gradients.APPLIED}
+    gone = {value.storage: node for node in graph.operations for value in overwritten(node)}
     groups: dict[Storage, list[_Sink]] = {}
     for node in backward:
         made = graph.allocates(node)
@@ -84,6 +86,7 @@ def _groups(graph: Graph, backward: Sequence[Node]) -> list[list[_Sink]]:
             and all((s in graph.output_storages) == (s not in readers) for s in made)
         )
         held = frozenset(graph.reads(node)) - permanent
+        is_sink = is_sink and all(gone.get(storage, node) is node for storage in held)
         if is_sink and held and (updated - own).isdisjoint(graph.reads(node)):
             key = max(held, key=lambda s: (s.nbytes, s.name))
             groups.setdefault(key, []).append(_Sink(node, releases, held))

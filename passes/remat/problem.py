@@ -22,6 +22,7 @@ from ...ir import (
     loss_waiting_bytes,
     others_after,
     others_before,
+    overwritten,
     with_frees,
 )
 from ..costs.table import Costs
@@ -458,8 +459,61 @@ class CheckpointProblem:
         backward = [n for node, before in pairs[split:] for n in (*before, node)]
         return self.simulate_order(forward, backward)
 
+    @cached_property
+    def _overwrites(self) -> dict[Node, frozenset[Storage]]:
+        """The storages whose memory each operation that overwrites any takes for its results."""
+        taken = ((n, frozenset(v.storage for v in overwritten(n))) for n in self.graph.operations)
+        return {node: storages for node, storages in taken if storages}
+
+    def with_remade(
+        self, forward: Sequence[Node], backward: Sequence[Node]
+    ) -> tuple[Sequence[Node], Sequence[Node]]:
+        """Adds to an order what makes again the storages that it reads after they were overwritten.
+
+        Searches and strategies count as if what an operation overwrites stayed if they keep it. What they
+        take for a bound holds for the orders that are left.
+
+        Raises:
+            ValueError: when such a storage would have to be made by an operation that may run only once.
+        """
+        if not self._overwrites:
+            return forward, backward
+        order = (*forward, *backward)
+        split = len(forward)
+        remade: list[list[Node]] = [[], []]
+        gone: set[Storage] = set()
+
+        def run(node: Node, half: list[Node]) -> None:
+            half.append(node)
+            gone.difference_update(self.graph.allocates(node))
+            gone.update(self._overwrites.get(node, ()))
+
+        for step, node in enumerate(order):
+            half = remade[step >= split]
+            lost = [s for s in self.graph.reads(node) if s in gone]
+            if lost:
+                resident = self._read_before_made(order[step:]) - gone
+                for again in self.closure(lost, resident | self._made_once(order[:step]) - gone):
+                    run(again, half)
+            run(node, half)
+        return remade[0], remade[1]
+
+    def _read_before_made(self, order: Sequence[Node]) -> set[Storage]:
+        """The storages that operations read before they make them."""
+        read: set[Storage] = set()
+        made: set[Storage] = set()
+        for node in order:
+            read.update(s for s in self.graph.reads(node) if s not in made)
+            made.update(self.graph.allocates(node))
+        return read
+
+    def _made_once(self, order: Sequence[Node]) -> set[Storage]:
+        """The storages that only one run makes, of operations that have run."""
+        return {s for node in order if node not in self.recomputable for s in self.graph.allocates(node)}
+
     def simulate_order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Solution:
-        """Simulates the schedule that runs these operations before and after the loss."""
+        """Simulates the schedule that runs these operations before and after the loss, as `with_remade`."""
+        forward, backward = self.with_remade(forward, backward)
         schedule = with_frees(self.graph, forward, backward)
         timeline = liveness(schedule, self.costs.workspace_bytes)
         order = (*forward, *backward)

@@ -289,11 +289,9 @@ class RetentionProgramme:
         return Chosen(best, False, False)
 
     def _add_rows_over(self, limit_bytes: int, solution: Solution, kept: Sequence[int]) -> int:
-        over = [
-            (-nbytes, t)
-            for nbytes, t in zip(solution.during_bytes, kept, strict=True)
-            if nbytes > limit_bytes
-        ]
+        ran = zip(solution.order, solution.during_bytes, strict=True)
+        pairs = ((next(nbytes for node, nbytes in ran if node is self.steps[t].node), t) for t in kept)
+        over = [(-nbytes, t) for nbytes, t in pairs if nbytes > limit_bytes]
         added = 0
         for _, t in sorted(over):
             if added < _NEW_ROWS and self._add_row(t):

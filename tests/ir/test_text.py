@@ -339,8 +339,8 @@ def test_same_graph_sees_a_difference() -> None:
         (
             "traits(view)",
             "traits(vieuw)",
-            "line 17: expected a trait (effect, exchange, nondeterministic, pinned, random, reordered, "
-            "view), found `vieuw`",
+            "line 17: expected a trait (effect, exchange, in_place, nondeterministic, overwrites, pinned, "
+            "random, reordered, view), found `vieuw`",
         ),
         ('gradient none "input:0"', "gradient none", "line 23: expected a string, found the end of the line"),
         ('gradient none "input:0"', 'gradient none "\\q"', 'line 23: expected a JSON string, found `"\\q"`'),

@@ -91,7 +91,7 @@ def test_a_pipeline_in_words() -> None:
             "",
             "the pipeline is empty",
             "passes: release-gradients, replay-draws, split-convolutions, loss-gradients-in-forward, "
-            "tile-rows, fuse-operations, hold-forwards, cost, offer-tiers, plan-memory",
+            "tile-rows, fuse-operations, write-in-place, hold-forwards, cost, offer-tiers, plan-memory",
         ),
         ("cost,", "the pipeline ends in a comma", "name another pass, or drop the comma"),
         (
@@ -113,7 +113,7 @@ def test_a_pipeline_in_words() -> None:
             "costs",
             "there is no pass 'costs'",
             "passes: release-gradients, replay-draws, split-convolutions, loss-gradients-in-forward, "
-            "tile-rows, fuse-operations, hold-forwards, cost, offer-tiers, plan-memory",
+            "tile-rows, fuse-operations, write-in-place, hold-forwards, cost, offer-tiers, plan-memory",
         ),
         (
             "cost{machine=cpu}",

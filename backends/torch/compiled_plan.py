@@ -86,6 +86,14 @@ class CompiledPlan:
     packed_forms: Mapping[str, object] = field(default_factory=dict[str, object])
     lengths: LengthRange | None = None
 
+    @property
+    def noticing_plan(self) -> Plan | None:
+        """The plan with the roundings that steps showed."""
+        noticed = tuple(self.program.noticed_roundings)
+        if self.plan is None or not noticed:
+            return self.plan
+        return replace(self.plan, roundings=(*self.plan.roundings, *noticed))
+
     def at(self, length: int) -> CompiledPlan:
         """Returns a plan for lengths with the types that its tensors have at one of them."""
         assert self.lengths is not None

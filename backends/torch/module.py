@@ -94,7 +94,7 @@ class _Fitted(Persistent):
     @property
     def irc_plan(self) -> Plan | None:
         """The plan for the example arguments, with the proof of how good it is."""
-        return self.__dict__[FITTED].first_plan
+        return self.__dict__[FITTED].example_plan
 
     @property
     def irc_plans(self) -> tuple[PlannedCall, ...]:

@@ -152,7 +152,14 @@ class PlanCache:
     @property
     def calls(self) -> tuple[PlannedCall, ...]:
         """The calls that there are plans for, the most recently used one first."""
-        return tuple(PlannedCall(compiled.reason, compiled.plan) for compiled in self.compiled_plans)
+        return tuple(PlannedCall(compiled.reason, compiled.noticing_plan) for compiled in self.compiled_plans)
+
+    @property
+    def example_plan(self) -> Plan | None:
+        """The plan of the example arguments, with the roundings that its steps showed."""
+        plans = (compiled for compiled in self.compiled_plans if compiled.plan is self.first_plan)
+        compiled = next(plans, None)
+        return self.first_plan if compiled is None else compiled.noticing_plan
 
     def check(self) -> None:
         """Makes sure that nobody else waits for gradients that are released, and that copies have a place.

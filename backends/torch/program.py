@@ -116,6 +116,8 @@ class Program:
     pauses: bool = False
     copies: CopyTable = field(default_factory=CopyTable)
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
+    several_uses: Mapping[int, str] = field(default_factory=dict[int, str])
+    noticed_roundings: dict[str, None] = field(default_factory=dict[str, None], compare=False, repr=False)
     autocast_sees: tuple[Node, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
@@ -187,6 +189,7 @@ def compile_program(
         pauses=any(node.op == PAUSE for node in graph.operations),
         copies=copy_table(schedule),
         generators=dict(generators),
+        several_uses=dict(_several_uses(graph, statics)),
         autocast_sees=tuple(nodes_that_autocast_sees(_backward(graph))),
     )
 
@@ -258,6 +261,21 @@ def _differentiable(
     flows = {gradient.target for gradient in _gradients(graph) if gradient.value is not None}
     flows |= {f"{InputRole.PARAMETER.value}:{name}" for name in released}
     return tuple(k for k, i in enumerate(statics) if i.requires_grad and _gradient_target(i) in flows)
+
+
+_SUM = "aten.add.Tensor"
+
+
+def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int, str]]:
+    """Yields the inputs whose gradient adds up those of several uses, with the lines that use them."""
+    producers = {value: node for node in graph.nodes for value in node.values}
+    sums = {o.target for o in _gradients(graph) if o.value in producers and producers[o.value].op == _SUM}
+    for index, static in enumerate(statics):
+        if _gradient_target(static) in sums:
+            readers = [n for n in graph.nodes if n.region is Region.FORWARD and static.value in n.operands]
+            lines = sorted({str(n.at.source) for n in readers if n.at is not None and n.at.source})
+            where = f" ({', '.join(lines)})" if lines else ""
+            yield index, f"{static.role.value} {static.target}, which a forward uses several times{where}"
 
 
 def _released(

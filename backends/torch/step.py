@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -124,11 +124,37 @@ class _Step(torch.autograd.Function):
         if ctx.saved is None:
             _refuse_second_backward(ctx.program, ctx.went, given)
         ctx.went |= given
+        parameters: list[Tensor] = ctx.inputs
         with exclusive(ctx.in_backward):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
-        picked = (_pick(program, results, program.gradients[k], given) for k in program.differentiable)
+        picked = [_pick(program, results, program.gradients[k], given) for k in program.differentiable]
+        for place, index in enumerate(program.differentiable):
+            gradient = picked[place]
+            if gradient is not None and index in program.several_uses:
+                _notice_other_terms(program, index, parameters[index], gradient)
         return (*[None] * 7, *picked)
+
+
+def _notice_other_terms(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> None:
+    """Notes a rounding if the engine adds the sum of several uses to what came before, where eager adds each.
+
+    A gradient that came first keeps its memory: the engine adds to it in place.
+    """
+    if not leaf.is_leaf:
+        return
+    data = gradient.data_ptr()
+
+    def check(total: Tensor) -> None:
+        handle.remove()
+        if total.data_ptr() != data:
+            program.noticed_roundings[
+                f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
+                "the loop adds to it (another forward, a penalty)"
+            ] = None
+
+    handle = leaf.register_hook(check)
+    cast("Any", leaf._backward_hooks).move_to_end(handle.id, last=False)
 
 
 def _run_backward(
@@ -147,6 +173,7 @@ def _run_backward(
         for gradient, tangent in zip(gradients, program.tangents, strict=True)
         if tangent is not None
     ]
+    _notice_layouts(program, gradients)
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
     if in_backward is not None:
         written = frozenset(k for k, version in ctx.released if inputs[k]._version != version)
@@ -159,6 +186,20 @@ def _run_backward(
             if program.kind is Gradients.APPLIED:
                 error.add_note("optimizers within backward may have taken this step for some parameters")
             raise
+
+
+def _notice_layouts(program: Program, gradients: tuple[Tensor | None, ...]) -> None:
+    """Notes a rounding for each gradient of an output that comes in another layout than was planned."""
+    for index, (gradient, tangent) in enumerate(zip(gradients, program.tangents, strict=True)):
+        if gradient is None or tangent is None:
+            continue
+        axes = zip(gradient.shape, gradient.stride(), tangent.value.type.strides, strict=True)
+        if any(size > 1 and own != planned for size, own, planned in axes):
+            program.noticed_roundings[
+                f"gradients through output {index}, whose own gradient came with strides "
+                f"{list(gradient.stride())} and was planned with {list(tangent.value.type.strides)}: sums "
+                "run in another order; pass loss= to irc.optimize, or make it contiguous"
+            ] = None
 
 
 def _check_backward(ctx: Any, program: Program, inputs: list[Tensor], given: frozenset[int]) -> None:

@@ -66,13 +66,15 @@ from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
+from .fixups.tangent_layouts import tangent_layouts
 from .fixups.tensor_hooks import Hooked, refuse_hooks_that_stay, tensor_hooks
 from .fixups.tied_parameters import TiedParameters
+from .fixups.zero_checks import gradients_by_zeros
 from .global_settings import GlobalSettings
 from .in_place import noting_writes
 from .known_values import known_values
 from .length_conditions import Axes, SymbolicLength
-from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
+from .loss import Loss, described_loss, has_own_loss, loss_bytes, loss_gradients, own_loss
 from .loss_run import Measure
 from .place_annotations import place_annotations, read_in_reentrant_checkpoints
 from .provenance import raised_at, raised_code, recording
@@ -159,6 +161,9 @@ class _Flat(nn.Module):
         self.hooked: Hooked = []
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
+        self.layouts: dict[int, tuple[int, ...]] = {}
+        """The strides of the gradients of the result's tensors, if the loss is known."""
+        self.layouts_of_outputs: dict[int, tuple[int, ...]] = {}
         self.branches: Branches | None = None
         self.without_gradients: list[str] = []
         self.stepwise = stepwise
@@ -212,6 +217,7 @@ class _Flat(nn.Module):
         distinct = {id(leaf): leaf for leaf in found}
         order = {key: place for place, key in enumerate(distinct)}
         self.places = [order[id(leaf)] for leaf in found]
+        self.layouts_of_outputs.update((self.places[k], strides) for k, strides in self.layouts.items())
         read = [] if self.branches is None else self.branches.tensors
         self.sharings = sharings(distinct.values(), inputs, [tensor for tensor, _ in self.hooked])
         results = (leaf if key in as_they_are else leaf.detach() for key, leaf in distinct.items())
@@ -288,7 +294,9 @@ class _Flat(nn.Module):
         """Does what `ask_loss` does, while nothing is traced."""
         (loss,) = self.losses
         assert loss is not None
-        self.unused = unused_outputs(loss, self.result_leaves, self.result_tree)
+        layouts = loss_gradients(loss, self.result_leaves, self.result_tree)
+        self.unused = frozenset(place for place, strides in layouts.items() if strides is None)
+        self.layouts = {place: strides for place, strides in layouts.items() if strides is not None}
 
 
 class _WithoutWrites(TorchDispatchMode):
@@ -679,6 +687,8 @@ def _trace(
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
     stack.enter_context(RefusesCastsWithin())
+    stack.enter_context(gradients_by_zeros())
+    stack.enter_context(tangent_layouts(flat.layouts_of_outputs))
     stack.enter_context(composites_on_meta((*module.parameters(), *module.buffers(), *tensors)))
     stack.enter_context(batch_norm_of_eager())
     stack.enter_context(flat.state.restored())

@@ -20,7 +20,7 @@ from .fixups.value_checks import PassedChecks
 from .loss_run import Arriving, LossTrace, Measure, as_result, gradients_of, measured_bytes
 from .loss_terms import KERNEL_NUMBERS_BYTES
 
-__all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
+__all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "loss_gradients", "own_loss"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -139,8 +139,10 @@ def _tracing() -> Generator[FakeTensorMode]:
         yield fake
 
 
-def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:
-    """The tensors of a result that could have a gradient and get none from the loss.
+def loss_gradients(
+    loss: Loss, result_leaves: list[Any], result_tree: Any
+) -> dict[int, tuple[int, ...] | None]:
+    """The layouts of the gradients of a result's tensors that could have one.
 
     Args:
         loss: A function from the module's result to a scalar.
@@ -148,7 +150,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
         result_tree: The nesting of the leaves.
 
     Returns:
-        Their places among the result's tensors.
+        Strides by the tensors' places among the result's tensors; None where the loss makes no gradient.
 
     Raises:
         UsageError: IRC341 when the loss fails, or is not a scalar that depends on the result.
@@ -160,11 +162,14 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
             output.requires_grad_(leaf.requires_grad)
         trained = {index: output for index, output in enumerate(outputs) if output.requires_grad}
         if not trained:
-            return frozenset()
+            return {}
         scalar = _called(loss, as_result(leaves, result_tree))
         with dry_run(loss):
             gradients: Any = torch.autograd.grad(scalar, list(trained.values()), allow_unused=True)
-    return frozenset(index for index, found in zip(trained, gradients, strict=True) if found is None)
+    return {
+        index: None if gradient is None else tuple(gradient.stride())
+        for index, gradient in zip(trained, gradients, strict=True)
+    }
 
 
 def _is_tensor(leaf: object) -> bool:

@@ -20,6 +20,7 @@ from ...torch_support.allocated import allocated_bytes
 from ...torch_support.autocast import without_autocast
 from .alive_bytes import AliveBytes
 from .dry_run import dry_run
+from .fixups.tangent_layouts import is_expanded
 from .loss_terms import number_bytes
 
 __all__ = ["Arriving", "LossTrace", "Measure", "as_result", "gradients_of", "measured_bytes"]
@@ -179,7 +180,7 @@ class Arriving:
     Args:
         counted_bytes: The bytes that the graph counts for them.
         taken_bytes: The bytes of those that are handed on as they are, perhaps as parts of a larger storage.
-            One in another layout than its output is copied after the loss, and stays with the caller.
+            An expanded one is copied after the loss, and stays with the caller.
     """
 
     counted_bytes: int = 0
@@ -198,7 +199,7 @@ class Arriving:
             dense_bytes = allocation_bytes(output.numel() * output.element_size(), str(output.device))
             nbytes = min(dense_bytes, allocated_bytes(output))
             counted_bytes += nbytes
-            if gradient.stride() == output.stride():
+            if not is_expanded(gradient.shape, gradient.stride()):
                 storage = gradient.untyped_storage()._cdata
                 others_bytes = parts_of.get(storage, (0, 0))[1]
                 parts_of[storage] = allocated_bytes(gradient), others_bytes + nbytes

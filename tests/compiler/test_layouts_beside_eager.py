@@ -75,3 +75,87 @@ PRODUCTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_products_fold_their_operands_as_eager_does(layout: str, product: str) -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(Layer(PRODUCTS[product], LAYOUTS[layout]), torch.randn(4, 6, 8))
+
+
+ACTIVATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "elu": lambda m, x: functional.elu(x),
+    "selu": lambda m, x: functional.selu(x),
+    "celu": lambda m, x: functional.celu(x),
+    "softplus": lambda m, x: functional.softplus(x),
+    "hardsigmoid": lambda m, x: functional.hardsigmoid(x),
+    "hardtanh": lambda m, x: functional.hardtanh(x),
+    "hardswish": lambda m, x: functional.hardswish(x),
+    "gelu": lambda m, x: functional.gelu(x),
+    "silu": lambda m, x: functional.silu(x),
+    "mish": lambda m, x: functional.mish(x),
+    "prelu": lambda m, x: functional.prelu(x, m.scale),
+    "leaky relu": lambda m, x: functional.leaky_relu(x),
+    "logsigmoid": lambda m, x: functional.logsigmoid(x),
+    "softshrink": lambda m, x: functional.softshrink(x),
+    "glu": lambda m, x: functional.glu(x),
+    "softmax": lambda m, x: x.softmax(1),
+    "threshold": lambda m, x: functional.threshold(x, 0.1, 0.0),
+}
+REDUCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "layer norm": lambda m, x: functional.layer_norm(x, (8,), m.into.bias),
+    "group norm": lambda m, x: functional.group_norm(x, 2),
+    "batch norm": lambda m, x: functional.batch_norm(x, None, None, training=True),
+    "instance norm": lambda m, x: functional.instance_norm(x),
+    "rms norm": lambda m, x: functional.rms_norm(x, (8,), m.into.bias),
+    "prod": lambda m, x: x.prod(1),
+    "cumprod": lambda m, x: x.cumprod(2),
+    "logcumsumexp": lambda m, x: x.logcumsumexp(1),
+    "var": lambda m, x: x.var(1),
+    "largest": lambda m, x: x.norm(float("inf"), 2),
+    "logsumexp": lambda m, x: x.logsumexp((0, 2)),
+    "distances": lambda m, x: torch.cdist(x, x.flip(1) + 1),
+    "attention": lambda m, x: functional.scaled_dot_product_attention(x, x, x),
+    "interpolation": lambda m, x: functional.interpolate(x, scale_factor=2, mode="linear"),
+    "added at places": lambda m, x: x.index_put((torch.tensor([0, 0, 1]),), x[:3], accumulate=True),
+    "batches of products": lambda m, x: torch.baddbmm(x, x[:, :, :6], x),
+}
+
+
+@examples(16)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    name=st.sampled_from(sorted(ACTIVATIONS) + sorted(REDUCTIONS)),
+)
+def test_functions_of_tensors_in_any_layout_have_the_bits_of_eager(layout: str, name: str) -> None:
+    torch.manual_seed(0)
+    function = (ACTIVATIONS | REDUCTIONS)[name]
+    assert_trains_as_eager(Layer(function, LAYOUTS[layout]), torch.randn(4, 6, 8))
+
+
+class Result(nn.Module):
+    """A layer whose result is laid out otherwise."""
+
+    def __init__(self, layout: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.norm, self.scale = nn.Linear(8, 8), nn.BatchNorm1d(6), nn.Parameter(torch.rand(()))
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layout(self.norm(self.layer(x)) * self.scale)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda y: y.square().mean(),
+    "tanh": lambda y: y.tanh().mean(),
+    "sum of exponentials": lambda y: y.logsumexp(-1).mean(),
+    "elu": lambda y: functional.elu(y).sum(1).square().mean(),
+}
+
+
+@examples(8)
+@given(layout=st.sampled_from(sorted(LAYOUTS)), name=st.sampled_from(sorted(LOSSES)))
+def test_gradients_of_results_come_as_the_loss_lays_them_out(layout: str, name: str) -> None:
+    torch.manual_seed(0)
+    module, loss, x = Result(LAYOUTS[layout]), LOSSES[name], torch.randn(4, 6, 8)
+    fitted = irc.optimize(copy.deepcopy(module), (x,), "100%", costs="analytic", loss=loss)
+    for each in (module, fitted):
+        loss(each(x)).backward()
+    assert fitted.irc_plan.roundings == ()
+    for (parameter, theirs), ours in zip(module.named_parameters(), fitted.parameters(), strict=True):
+        assert theirs.grad is not None and ours.grad is not None, parameter
+        assert torch.equal(theirs.grad, ours.grad), parameter

@@ -66,13 +66,13 @@ def test_a_loss_is_tried_within_the_trace_and_again_alone_if_it_fails_there(
     monkeypatch.setattr(captures._Flat, "run", lambda *given: runs.append(True) or run(*given))
     within = capture(Scored(), (x,), loss=loss)
     assert len(runs) == 2, "as often as without a loss"
-    unused = vars(captures)["unused_outputs"]
+    asked = vars(captures)["loss_gradients"]
 
-    def fails_once(*given: Any) -> frozenset[int]:
-        monkeypatch.setattr(captures, "unused_outputs", unused)
+    def fails_once(*given: Any) -> dict[int, tuple[int, ...] | None]:
+        monkeypatch.setattr(captures, "loss_gradients", asked)
         raise RuntimeError("a trace is under way")
 
-    monkeypatch.setattr(captures, "unused_outputs", fails_once)
+    monkeypatch.setattr(captures, "loss_gradients", fails_once)
     assert str(capture(Scored(), (x,), loss=loss).graph) == str(within.graph) and len(runs) == 5
 
 

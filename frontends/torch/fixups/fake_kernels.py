@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._functorch.vmap import lazy_load_decompositions
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses import FakeTensorMode, fake_impls
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from ....torch_support.recurrent_kernels import lstm_workspace_bytes
+from .kernel_layouts import Laws, kernel_layouts, known_laws, same_layout
 
 __all__ = ["fake_kernels_of_eager"]
 
@@ -104,18 +105,6 @@ def _grouped_mm(
         return first.new_empty_strided(shape, strides, dtype=dtype)
 
 
-_DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
-_torch_dropout_backward = decomposition_table[_DROPOUT_BACKWARD]
-
-
-def _dropout_backward(mode: Any, operation: Any, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """The CPU's kernel multiplies: its result has the gradient's layout, but torch's rule makes its own."""
-    with mode:
-        if gradient.device.type == "cpu":
-            return gradient * mask * scale
-        return _torch_dropout_backward(gradient, mask, scale)
-
-
 _COL2IM = torch.ops.aten.col2im.default
 _torch_col2im = decomposition_table[_COL2IM]
 
@@ -129,92 +118,7 @@ def _col2im(mode: Any, operation: Any, columns: Tensor, *sizes: Any) -> Tensor:
         return columns.new_empty(columns.numel()).as_strided(image.shape, image.contiguous().stride())
 
 
-_Layout = Callable[..., tuple[int, ...]]
-
-
-def _rows(shaped: Tensor) -> tuple[int, ...]:
-    """Strides of an element next to the next of its row."""
-    return torch.empty(shaped.shape, device="meta").stride()
-
-
-def _suggested(shaped: Tensor, operand: Tensor) -> tuple[int, ...]:
-    """Strides of the format that an operand is nearest to: rows, or channels last."""
-    return torch.empty(shaped.shape, device="meta", memory_format=suggest_memory_format(operand)).stride()
-
-
-def _relaid(operation: Any, strides: _Layout, count: int) -> Callable[..., Any]:
-    """The rule of torch, with the strides that the CPU's kernel gives its first results.
-
-    torch's rules take some operations apart, and so find the layout of their parts.
-
-    Args:
-        operation: For which torch has a rule.
-        strides: Returns the strides of a result, from torch's own result and the operation's arguments.
-        count: The number of results with these strides.
-    """
-    rule = decomposition_table[operation]
-
-    def relaid(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-        with mode:
-            found = rule(*args, **kwargs)
-            results: list[object] = [found] if isinstance(found, Tensor) else list(found)
-            for place, result in enumerate(results[:count]):
-                if not isinstance(result, Tensor) or result.device.type != "cpu":
-                    continue
-                wanted = strides(result, *args)
-                if _differ(result, wanted):
-                    results[place] = result.new_empty_strided(tuple(result.shape), wanted)
-            return results[0] if isinstance(found, Tensor) else tuple(results)
-
-    return relaid
-
-
-def _differ(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether strides differ in axes of more than one element: no others matter."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return tensor.numel() > 0 and any(size > 1 and a != b for size, a, b in pairs)
-
-
-def _in_rows(result: Tensor, *_: Any) -> tuple[int, ...]:
-    return _rows(result)
-
-
-def _as_first(result: Tensor, first: Tensor, *_: Any) -> tuple[int, ...]:
-    return _suggested(result, first)
-
-
-def _as_second(result: Tensor, _: Any, second: Tensor, *others: Any) -> tuple[int, ...]:
-    return _suggested(result, second)
-
-
-def _elementwise(_: Any, first: Tensor, second: Tensor, *others: Any) -> tuple[int, ...]:
-    return (first * second).stride()
-
-
 _aten = torch.ops.aten
-_LAYOUTS: tuple[tuple[Any, _Layout, int], ...] = (
-    (_aten._log_softmax_backward_data.default, _in_rows, 1),
-    (_aten.native_layer_norm_backward.default, _in_rows, 1),
-    (_aten.mse_loss_backward.default, _in_rows, 1),
-    (_aten.smooth_l1_loss_backward.default, _in_rows, 1),
-    (_aten.huber_loss_backward.default, _in_rows, 1),
-    (_aten.log_sigmoid_forward.default, _in_rows, 2),
-    (_aten.native_batch_norm.default, _as_first, 1),
-    (_aten._native_batch_norm_legit.default, _as_first, 1),
-    (_aten._native_batch_norm_legit.no_stats, _as_first, 1),
-    (_aten._native_batch_norm_legit_functional.default, _as_first, 1),
-    (_aten.native_batch_norm_backward.default, _as_second, 1),
-    (_aten.reflection_pad3d.default, _as_first, 1),
-    (_aten.replication_pad3d.default, _as_first, 1),
-    (_aten.reflection_pad2d_backward.default, _as_second, 1),
-    (_aten.reflection_pad3d_backward.default, _as_second, 1),
-    (_aten.hardtanh_backward.default, _elementwise, 1),
-    (_aten.hardswish_backward.default, _elementwise, 1),
-    (_aten.max_unpool2d.default, _as_first, 1),
-    (_aten.channel_shuffle.default, _as_first, 1),
-)
-"""Operations whose layout on the CPU torch's rules miss, with the layout and how many results have it."""
-
 _NORMS = (
     _aten.native_layer_norm.default,
     _aten.native_group_norm.default,
@@ -230,11 +134,11 @@ def _mixed(operation: Any) -> Callable[..., Any]:
 
     These are weight, bias and running statistics, as far as it has them.
     """
-    layouts = {each: (strides, count) for each, strides, count in _LAYOUTS}
-    rule = _relaid(operation, *layouts[operation]) if operation in layouts else _of_torch(operation)
+    rule = decomposition_table[operation]
 
     def mixed(mode: Any, _: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
-        results = rule(mode, _, data, *args, **kwargs)
+        with mode:
+            results = rule(data, *args, **kwargs)
         dtype = next((each.dtype for each in args if isinstance(each, Tensor)), data.dtype)
         if data.device.type != "cpu" or dtype == data.dtype:
             return results
@@ -259,16 +163,6 @@ def _bags(operation: Any) -> Callable[..., Any]:
             return result, bag_of_index, sizes, maxima
 
     return bags
-
-
-def _of_torch(operation: Any) -> Callable[..., Any]:
-    rule = decomposition_table[operation]
-
-    def as_it_is(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return rule(*args, **kwargs)
-
-    return as_it_is
 
 
 _torch_index = fake_impls.op_implementations_dict[_aten.index.Tensor]
@@ -298,7 +192,9 @@ def _index(mode: Any, operation: Any, data: Tensor, indices: list[Tensor | None]
         operands = [torch.empty_strided(result.shape, steps, dtype=torch.long, device=result.device)]
         operands += [index.reshape(shape).expand(result.shape) for index in spread]
         wanted = compute_elementwise_output_strides(*operands)
-        return result.new_empty_strided(tuple(result.shape), wanted) if _differ(result, wanted) else result
+        return (
+            result if same_layout(result, wanted) else result.new_empty_strided(tuple(result.shape), wanted)
+        )
 
 
 def _attention(operation: Any) -> Callable[..., Any]:
@@ -350,7 +246,6 @@ _BAGS = (_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default
 
 _RULES: dict[Any, Callable[..., Any]] = {
     **{operation: _attention(operation) for operation in _ATTENTIONS},
-    **{operation: _relaid(operation, strides, count) for operation, strides, count in _LAYOUTS},
     **{operation: _mixed(operation) for operation in _NORMS},
     **{operation: _bags(operation) for operation in _BAGS},
     _COL2IM: _col2im,
@@ -360,7 +255,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
     torch.ops.aten.native_dropout.default: _dropout,
-    _DROPOUT_BACKWARD: _dropout_backward,
     _aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten.mkldnn_rnn_layer.default: _lstm_kernel,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_kernel_backward,
@@ -378,12 +272,21 @@ class _LengthsAsTensors(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def fake_kernels_of_eager() -> Generator[None]:
-    """Puts these fake kernels before torch's own."""
+def fake_kernels_of_eager(laws: Laws | None = None) -> Generator[None]:
+    """Puts these fake kernels before torch's own.
+
+    Args:
+        laws: As of `kernel_layouts`.
+    """
     _read_by_torch()
     _forget()
     rules = fake_impls.op_implementations_dict
-    with _without(rules, _RULES), _without(decomposition_table, _RULES), _LengthsAsTensors():
+    with (
+        _without(rules, _RULES),
+        _without(decomposition_table, _RULES),
+        kernel_layouts(laws),
+        _LengthsAsTensors(),
+    ):
         rules.update(_RULES)
         try:
             yield
@@ -402,7 +305,8 @@ def _read_by_torch() -> None:
 def _forget() -> None:
     """Drops what torch has noted of results under other rules."""
     noted: dict[Any, Any] = FakeTensorMode.cache
-    for key in [key for key in noted if key.key[0] in _RULES]:
+    laws, _ = known_laws()
+    for key in [key for key in noted if key.key[0] in _RULES or str(key.key[0]) in laws]:
         del noted[key]
 
 

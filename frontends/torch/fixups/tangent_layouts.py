@@ -1,0 +1,54 @@
+"""Traces backward with gradients of outputs that are laid out as the loss makes them."""
+
+# AOTAutograd has no public interface.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
+
+__all__ = ["is_expanded", "tangent_layouts"]
+
+
+def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether several elements of a tensor are one in memory."""
+    return any(size > 1 and step == 0 for size, step in zip(shape, strides, strict=True))
+
+
+@contextlib.contextmanager
+def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> Generator[None]:
+    """Meanwhile, gradients of outputs are traced in these layouts; torch's tracer gives them the outputs'.
+
+    Args:
+        strides: By the place of the output; it may be filled until the forward has run.
+    """
+    before: Callable[..., Any] = graph_compile.aot_dispatch_autograd_graph
+
+    def relaid(*args: Any, fw_metadata: Any, **kwargs: Any) -> Any:
+        tangents = fw_metadata.traced_tangents
+        for place, described in enumerate(fw_metadata.traced_tangents_descs):
+            output = described.output if isinstance(described, TangentAOTInput) else None
+            wanted = strides.get(output.idx) if isinstance(output, PlainAOTOutput) else None
+            if wanted is not None and isinstance(tangents[place], Tensor):
+                tangents[place] = _in_layout(tangents[place], wanted)
+        return before(*args, fw_metadata=fw_metadata, **kwargs)
+
+    graph_compile.aot_dispatch_autograd_graph = relaid
+    try:
+        yield
+    finally:
+        graph_compile.aot_dispatch_autograd_graph = before
+
+
+def _in_layout(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A tensor without data; the one that is given if the layout is an expanded one, which is copied."""
+    if is_expanded(tangent.shape, strides) or tuple(tangent.stride()) == strides:
+        return tangent
+    return torch.empty_strided(tuple(tangent.shape), strides, dtype=tangent.dtype, device=tangent.device)

@@ -1,0 +1,74 @@
+"""Roundings that only a step can show: a plan names them as soon as one has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import irc
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(50, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(torch.tanh(self.inner(self.embedding(ids))), self.embedding.weight)
+
+
+def _penalty(module: nn.Module) -> Tensor:
+    return torch.stack([parameter.square().sum() for parameter in module.parameters()]).sum()
+
+
+LOOPS: dict[str, tuple[int, bool, Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "one forward": (1, False, lambda m, a, b: m(a).square().mean()),
+    "a penalty before": (1, False, lambda m, a, b: 1e-2 * _penalty(m) + m(a).square().mean()),
+    "a penalty after": (1, True, lambda m, a, b: m(a).square().mean() + 1e-2 * _penalty(m)),
+    "two forwards": (2, True, lambda m, a, b: (m(a) - m(b)).square().mean()),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_is_added_to_several_uses_of_a_parameter_is_named_where_it_comes_first(name: str) -> None:
+    forwards, differs, loss = LOOPS[name]
+    torch.manual_seed(0)
+    module, (a, b) = Tied(), torch.randint(50, (2, 4, 6))
+    fitted: Any = irc.optimize(
+        copy.deepcopy(module), (a,), "100%", costs="analytic", forwards_in_flight=forwards
+    )
+    assert fitted.plan.roundings == ()
+    for each in (module, fitted):
+        loss(each, a, b).backward()
+    pairs = dict(
+        zip(
+            dict(module.named_parameters()),
+            zip(module.parameters(), fitted.parameters(), strict=True),
+            strict=True,
+        )
+    )
+    others = [name for name, (ours, its) in pairs.items() if not torch.equal(ours.grad, its.grad)]  # pyright: ignore
+    assert others == (["embedding.weight"] if differs else [])
+    assert [("embedding.weight, which a forward uses" in text) for text in fitted.plan.roundings] == [
+        True
+    ] * differs
+    assert all(not parameter._backward_hooks for parameter in fitted.parameters())  # pyright: ignore
+
+
+def test_a_gradient_in_a_layout_that_the_loss_did_not_tell_is_named() -> None:
+    torch.manual_seed(0)
+    module, x, gradient = nn.Linear(8, 8), torch.randn(16, 8), torch.randn(8, 16).t()
+    fitted: Any = irc.optimize(copy.deepcopy(module), (x,), "100%", costs="analytic")
+    fitted(x).backward(gradient=gradient.contiguous())
+    assert fitted.plan.roundings == ()
+    fitted(x).backward(gradient=gradient)
+    (text,) = fitted.plan.roundings
+    assert "output 0" in text and "[1, 16]" in text and "loss=" in text
+    assert text in fitted.plan.summary()

@@ -42,6 +42,7 @@ class Scope:
         where: The line that calls torch's checkpoint, as ` at model.py:12 in forward`, or "".
         draws_anew: Whether that checkpoint draws other random numbers in backward than in forward.
         is_reentrant: Whether that checkpoint has a backward of its own, within eager's.
+        runs_again: Whether eager's backward runs that checkpoint's function again.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Scope:
     where: str = ""
     draws_anew: bool = False
     is_reentrant: bool = False
+    runs_again: bool = False
 
 
 def is_inside(name: str, path: str) -> bool:
@@ -137,8 +139,9 @@ class Scopes:
         hint = None if has_policy else Annotation(Policy.PREFER_RECOMPUTE, f"torch.utils.checkpoint{where}")
         if hint is not None:
             self.asked[hint] = None
-        draws_anew = torch.is_grad_enabled() and not keeps_draws
-        self._push(Scope(next(self._numbers), hint, where, draws_anew, is_reentrant))
+        runs_again = torch.is_grad_enabled()
+        draws_anew = runs_again and not keeps_draws
+        self._push(Scope(next(self._numbers), hint, where, draws_anew, is_reentrant, runs_again))
         try:
             yield
         finally:

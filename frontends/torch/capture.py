@@ -76,7 +76,7 @@ from .known_values import known_values
 from .length_conditions import Axes, SymbolicLength
 from .loss import Loss, described_loss, has_own_loss, loss_bytes, loss_gradients, own_loss
 from .loss_run import Measure
-from .place_annotations import place_annotations, read_in_reentrant_checkpoints
+from .place_annotations import place_annotations, read_in_reentrant_checkpoints, written_in_checkpoints
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
 from .roundings import roundings
@@ -472,7 +472,10 @@ def _captured(
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     why_compiled = flat.first_failure if flat.mode.compiling else None
     reentrant = read_in_reentrant_checkpoints(graph, translation.notes)
-    rounded = roundings(graph, trained.values(), flat.layers, flat.parts, reentrant, as_compiled=why_compiled)
+    written = written_in_checkpoints(graph, translation.notes)
+    rounded = roundings(
+        graph, trained.values(), flat.layers, flat.parts, reentrant, written, as_compiled=why_compiled
+    )
     results = [output.value for output in graph.outputs if output.role is OutputRole.OUTPUT]
     is_scalar = len(results) == 1 and results[0] is not None and not results[0].type.shape
     loss_in_words = described_loss(flat.losses[0], is_scalar=is_scalar)

@@ -23,7 +23,7 @@ from ...ir import (
 from .annotation_scopes import Scope
 from .provenance import location_of, scopes_of
 
-__all__ = ["Note", "note_of", "place_annotations", "read_in_reentrant_checkpoints"]
+__all__ = ["Note", "note_of", "place_annotations", "read_in_reentrant_checkpoints", "written_in_checkpoints"]
 
 _POLICIES = {
     "MUST_SAVE": Policy.KEEP,
@@ -125,6 +125,20 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
     )
     placed = (node.annotation for node in nodes if node.annotation is not None)
     return replace(graph, nodes=nodes, annotations=tuple(dict.fromkeys((*asked, *placed))))
+
+
+def written_in_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, list[str]]:
+    """The buffers that a checkpoint writes in eager's forward and again in backward, by the line of its call."""
+    buffers = {entry.value.storage: entry.target for entry in graph.inputs if entry.role is InputRole.BUFFER}
+    makers = {storage: node for node in graph.nodes for storage in graph.allocates(node)}
+    written: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if Trait.EFFECT in node.traits and node.operands[0].storage in buffers:
+            maker = makers.get(node.operands[-1].storage, node)
+            scopes = notes[maker.name].scopes if maker.name in notes else ()
+            for scope in (scope for scope in scopes if scope.runs_again):
+                written.setdefault(scope.where, []).append(buffers[node.operands[0].storage])
+    return written
 
 
 def read_in_reentrant_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, str]:

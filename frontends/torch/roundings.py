@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Sharing, UnsupportedError, Value
 
@@ -15,6 +15,7 @@ def roundings(
     recurrent: Iterable[str],
     parts: Iterable[str],
     reentrant: Mapping[str, str],
+    written: Mapping[str, Sequence[str]],
     *,
     as_compiled: UnsupportedError | None,
 ) -> Iterator[str]:
@@ -26,6 +27,7 @@ def roundings(
         recurrent: The functions of recurrent layers, such as `gru`, that round in another way.
         parts: The lines that compute in place in parts of tensors.
         reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
+        written: The buffers that a checkpoint writes, by its line.
         as_compiled: What stood in the way until the module was told that it is compiled; None if it was not.
     """
     trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
@@ -56,6 +58,12 @@ def roundings(
         yield (
             f"the gradient of parameter {name}, which a reentrant checkpoint{line} reads beside other code: "
             "eager adds what each checkpoint makes of it to .grad by itself"
+        )
+    for line, buffers in sorted(written.items()):
+        more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
+        yield (
+            f"buffer {buffers[0]}{more}, which the checkpoint{line} writes: eager writes again when backward "
+            "runs the checkpoint again, and a plan does once a step"
         )
     for name in sorted(set(recurrent)):
         kind = name.partition("_")[0].upper()

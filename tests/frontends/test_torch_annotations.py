@@ -429,3 +429,28 @@ def test_a_parameter_of_two_reentrant_checkpoints_is_named_and_cast_in_each(*, c
         result.float().square().sum().backward()
     for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
         assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_buffers_that_a_checkpoint_writes_are_named(*, reentrant: bool) -> None:
+    """Eager's checkpoint runs its function again in backward, and updates the statistics twice a step."""
+    norm = nn.BatchNorm1d(16)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.part, x, use_reentrant=reentrant).exp()
+
+    original = Calls(forward, part=norm)
+    twin, x = copy.deepcopy(original), torch.randn(8, 16).requires_grad_()
+    (text,) = capture(twin, (x,)).roundings
+    assert (
+        text.startswith("buffer part.num_batches_tracked and 2 more") and "test_torch_annotations.py:" in text
+    )
+    ours = fitted(twin, x)
+    for module in (original, ours):
+        module(x).square().sum().backward()
+    assert (original.get_buffer("part.num_batches_tracked"), ours.get_buffer("part.num_batches_tracked")) == (
+        2,
+        1,
+    )
+    for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)

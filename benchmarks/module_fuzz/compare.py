@@ -260,7 +260,10 @@ def _check_step(
         raise _Ended(Verdict.DIFFERENT, f"generators {states}", where)
     apart: dict[str, float] = {}
     unit = _unit(program)
+    written_twice = " ".join(text for text in names if text.startswith("buffers "))
     for name, value in expected.numbers.items():
+        if name.startswith("buffer ") and f" {name.removeprefix('buffer ')}," in written_twice:
+            continue  # named, and more than a rounding
         apart |= _ulps(name, value, record.numbers.get(name, "missing"), unit)
     if not apart:
         return False

@@ -128,7 +128,7 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
 
 
 def written_in_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, list[str]]:
-    """The buffers that a checkpoint writes in eager's forward and again in backward, by the line of its call."""
+    """The buffers that a checkpoint writes in eager's forward and again in backward, by its line."""
     buffers = {entry.value.storage: entry.target for entry in graph.inputs if entry.role is InputRole.BUFFER}
     makers = {storage: node for node in graph.nodes for storage in graph.allocates(node)}
     written: dict[str, list[str]] = {}

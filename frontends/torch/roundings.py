@@ -60,10 +60,9 @@ def roundings(
             "eager adds what each checkpoint makes of it to .grad by itself"
         )
     for line, buffers in sorted(written.items()):
-        more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
         yield (
-            f"buffer {buffers[0]}{more}, which the checkpoint{line} writes: eager writes again when backward "
-            "runs the checkpoint again, and a plan does once a step"
+            f"buffers {', '.join(sorted(set(buffers)))}, which the checkpoint{line} writes: eager writes again "
+            "when backward runs the checkpoint again, and a plan does once a step"
         )
     for name in sorted(set(recurrent)):
         kind = name.partition("_")[0].upper()

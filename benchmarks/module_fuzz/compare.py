@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import re
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 import irc
 from irc.compiler.compare import difference, largest
-from irc.ir import BudgetError, IrcError, Plan, first_line
+from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, first_line
 from irc.torch_support.bits import same_bits
 
 from .loops import OPTIMIZERS, StepRecord, around, generator_states, loss_of, run
@@ -34,6 +33,8 @@ _MOST_HALF_ULPS = 16.0
 """The same where something is computed in 16 bits."""
 
 _SECONDS = 0.3
+_MOST_SECONDS = 20.0
+"""For searches: at first, and if no plan was found by then."""
 
 
 class Verdict(StrEnum):
@@ -190,6 +191,10 @@ def _planned(program: Program, original: nn.Module, folder: str, notes: _Notes) 
             if left == 0:
                 raise
             budget = error.minimum_bytes
+        except TimeLimitError:
+            if left == 0:
+                raise
+            options["time_limit"] = _MOST_SECONDS
     raise AssertionError
 
 
@@ -344,28 +349,18 @@ def _check_peak(program: Program, fitted: Any) -> None:
         _Ended: It takes more than its plan or the budget says.
     """
     loop = program.loop
-    if not loop.is_told and program.result != "loss":
-        return
-    if (
-        loop.drops
-        or loop.penalizes
-        or loop.retains
-        or loop.gradient == "given"
-        or loop.autocast == "forward"
-        or loop.freezes
-    ):
+    is_other_step = loop.drops or loop.penalizes or loop.retains or loop.gradient == "given" or loop.freezes
+    if is_other_step or loop.autocast or not (loop.is_told or program.result == "loss"):
         return
     forwards = loop.in_flight
     if forwards > program.options.get("forwards_in_flight", 1):
         return
     for parameter in fitted.parameters():
         parameter.grad = None
-    with around(program), around(program, is_loss=True):
-        args = arguments(program, 0)
-        loss_of(program)(fitted(*args)).backward()
-        plan: Plan = fitted.irc_plans[0][1]
-        peak = irc.measured_peak_bytes(fitted, args, loss=loss_of(program), forwards=forwards)
-    gc.collect()
+    args = arguments(program, 0)
+    loss_of(program)(fitted(*args)).backward()
+    plan: Plan = fitted.irc_plans[0][1]
+    peak = irc.measured_peak_bytes(fitted, args, loss=loss_of(program), forwards=forwards)
     if peak > min(plan.peak_bytes, plan.budget_bytes):
         costs = program.options.get("costs", "analytic")
         raise _Ended(

@@ -141,6 +141,7 @@ _NOT_BESIDE_OPTIMIZERS = (
     *("accumulate_gradients", "forwards_in_flight"),
     *("accumulated", "in_flight", "retains", "clips", "gradient", "zeroing"),
 )
+_NOT_BESIDE_RANGES = "specialize_branches", "swap"
 _RARE = 0.09
 
 
@@ -217,6 +218,8 @@ def draw(seed: int) -> Program:
     if "optimizer_in_backward" in options:  # what it excludes, as its documentation says
         options = {name: value for name, value in options.items() if name not in _NOT_BESIDE_OPTIMIZERS}
         loop = {name: value for name, value in loop.items() if name not in _NOT_BESIDE_OPTIMIZERS}
+    if "dynamic" in options:
+        options = {name: value for name, value in options.items() if name not in _NOT_BESIDE_RANGES}
     return Program(
         seed,
         blocks,

@@ -69,8 +69,13 @@ class PlannedCall(NamedTuple):
     call: str
     plan: Plan | None
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The predicted peak of the plan's step, in bytes; None without a plan."""
+        return None if self.plan is None else self.plan.peak_bytes
+
     def __repr__(self) -> str:
-        peak = "" if self.plan is None else f": {format_bytes(self.plan.peak_bytes)}"
+        peak = "" if self.peak_bytes is None else f": {format_bytes(self.peak_bytes)}"
         return f"<plan for ({self.call}){peak}>"
 
 

@@ -61,8 +61,8 @@ def roundings(
         )
     for line, buffers in sorted(written.items()):
         yield (
-            f"buffers {', '.join(sorted(set(buffers)))}, which the checkpoint{line} writes: eager writes again "
-            "when backward runs the checkpoint again, and a plan does once a step"
+            f"buffers {', '.join(sorted(set(buffers)))}, which the checkpoint{line} writes: eager writes "
+            "again when backward runs the checkpoint again, and a plan does once a step"
         )
     for name in sorted(set(recurrent)):
         kind = name.partition("_")[0].upper()

@@ -128,7 +128,12 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
 
 
 def written_in_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, list[str]]:
-    """The buffers that a checkpoint writes in eager's forward and again in backward, by its line."""
+    """The buffers that a checkpoint writes in eager's forward and again in backward, by its line.
+
+    Raises:
+        UnsupportedError: IRC339 for one that other results are computed from: eager computes these anew from
+            another value.
+    """
     buffers = {entry.value.storage: entry.target for entry in graph.inputs if entry.role is InputRole.BUFFER}
     makers = {storage: node for node in graph.nodes for storage in graph.allocates(node)}
     written: dict[str, list[str]] = {}
@@ -137,8 +142,33 @@ def written_in_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str,
             maker = makers.get(node.operands[-1].storage, node)
             scopes = notes[maker.name].scopes if maker.name in notes else ()
             for scope in (scope for scope in scopes if scope.runs_again):
-                written.setdefault(scope.where, []).append(buffers[node.operands[0].storage])
+                name = buffers[node.operands[0].storage]
+                if _reaches_results(graph, {value.storage for value in node.operands}):
+                    raise UnsupportedError(
+                        "IRC339",
+                        f"torch.utils.checkpoint{scope.where} writes buffer {name} and computes from it: "
+                        "eager does both again in backward, and gradients are those of another function",
+                        at=maker.at,
+                        help="call the function without the checkpoint: a plan recomputes by itself",
+                    )
+                written.setdefault(scope.where, []).append(name)
     return written
+
+
+def _reaches_results(graph: Graph, storages: set[Storage]) -> bool:
+    """Whether a forward's outputs or its backward are computed from some storages.
+
+    Norms that compute statistics of their own update running ones, and do not read them.
+    """
+    reached = set(storages)
+    for node in graph.nodes:
+        if Trait.EFFECT in node.traits or "batch_norm" in node.op:
+            continue
+        if not reached.isdisjoint(graph.reads(node)):
+            if node.region is Region.BACKWARD:
+                return True
+            reached.update(graph.allocates(node))
+    return not graph.output_storages.isdisjoint(reached)
 
 
 def read_in_reentrant_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, str]:

@@ -12,8 +12,8 @@ import torch
 
 __all__ = ["described", "is_capture", "is_library", "user_line"]
 
-_FRONTENDS = Path(__file__).parents[1]
-_ROOTS = Path(torch.__file__).parent, _FRONTENDS
+_ROOMS = (path for path in Path(__file__).parents[2].iterdir() if path.is_dir())
+_ROOTS = (Path(torch.__file__).parent, *_ROOMS)
 _LIBRARIES = (
     *(f"{spelled}{os.sep}" for root in _ROOTS for spelled in (root, root.resolve())),
     contextlib.__file__,
@@ -36,7 +36,7 @@ def is_capture(frame: FrameType) -> bool:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether code of torch or of the frontends runs here."""
+    """Whether code of torch or of irc runs here."""
     return _is_library_file(frame.f_code.co_filename)
 
 

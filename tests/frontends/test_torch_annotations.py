@@ -455,3 +455,17 @@ def test_buffers_that_a_checkpoint_writes_are_named(*, reentrant: bool) -> None:
     )
     for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
         assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)
+
+
+def test_a_checkpoint_that_computes_from_a_buffer_that_it_writes_is_refused_and_the_cure_trains() -> None:
+    """Spectral norm iterates once more in eager's backward: its gradients are those of another function."""
+    part, x = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), torch.randn(8, 16)
+    with pytest.raises(UnsupportedError, match=r"IRC339.*part\.parametrizations\.weight\.0\._u") as refused:
+        capture(Calls(lambda m, x: checkpoint(m.part, x, use_reentrant=False), part=part), (x,))
+    assert "attribute_reads.py" not in str(refused.value)
+    original = Calls(lambda m, x: m.part(x), part=part)
+    ours = fitted(copy.deepcopy(original), x)
+    for module in (original, ours):
+        module(x).square().sum().backward()
+    for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)

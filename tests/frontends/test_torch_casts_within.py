@@ -25,6 +25,16 @@ def bilinear(m: Any, x: Tensor) -> Tensor:
     return m.bilinear(x, x.flip(1))
 
 
+def grid_by_its_operator(m: Any, x: Tensor) -> Tensor:
+    theta = m.w[:2, :3].expand(len(x), 2, 3)
+    moved = torch.ops.aten.affine_grid_generator(theta, [len(x), 1, 4, 8], False)
+    return functional.grid_sample(x[:, None], moved, align_corners=False)
+
+
+def bilinear_by_keywords(m: Any, x: Tensor) -> Tensor:
+    return functional.bilinear(input1=x, input2=x.flip(1), weight=m.bilinear.weight)
+
+
 def inverse(m: Any, x: Tensor) -> Tensor:
     return x @ torch.linalg.pinv(m.w)
 
@@ -41,7 +51,17 @@ def model(function: Callable[..., Tensor], *, is_cast: bool) -> nn.Module:
     return Model(forward, **parts)
 
 
-@pytest.mark.parametrize("function", [grid, bilinear, inverse])
+def assert_alike(original: nn.Module, fitted: nn.Module, x: Tensor) -> None:
+    results = [module(x) for module in (original, fitted)]
+    assert torch.equal(*results)
+    for result in results:
+        result.square().mean().backward()
+    for ours, its in zip(fitted.parameters(), original.parameters(), strict=True):
+        assert (ours.grad is None) == (its.grad is None)
+        assert ours.grad is None or its.grad is None or torch.equal(ours.grad, its.grad)
+
+
+@pytest.mark.parametrize("function", [grid, grid_by_its_operator, bilinear, bilinear_by_keywords, inverse])
 def test_they_are_refused_under_autocast_and_train_with_it_off(function: Callable[..., Tensor]) -> None:
     x = torch.randn(3, 4, 8)
     with pytest.raises(UnsupportedError) as refused:
@@ -51,8 +71,11 @@ def test_they_are_refused_under_autocast_and_train_with_it_off(function: Callabl
 
     original = model(function, is_cast=False)
     fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
-    for module in (original, fitted):
-        module(x).square().mean().backward()
-    for ours, its in zip(fitted.parameters(), original.parameters(), strict=True):
-        assert (ours.grad is None) == (its.grad is None)
-        assert ours.grad is None or its.grad is None or torch.equal(ours.grad, its.grad)
+    assert_alike(original, fitted, x)
+
+
+def test_an_inverse_that_autocast_computes_in_full_precision_trains() -> None:
+    original = model(lambda m, x: m.w.pinverse(), is_cast=True)
+    x = torch.randn(3, 8, 8)
+    fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
+    assert_alike(original, fitted, x)

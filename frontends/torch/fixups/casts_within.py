@@ -1,49 +1,63 @@
 """Refuses operations whose kernels compute products that autocast casts, which no trace sees."""
 
+# The kernels that Python adds to an operation have no public interface.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch._C import DispatchKey
 
 from ....ir import Location, UnsupportedError
 from ..source_lines import user_line
 
-__all__ = ["RefusesCastsWithin"]
+__all__ = ["refuse_casts_within"]
 
-_FUNCTIONS = {
-    functional.affine_grid,
-    torch.affine_grid_generator,
-    torch.bilinear,
-    torch.linalg.pinv,
-    torch.pinverse,
+_aten = torch.ops.aten
+_NAMES = {
+    _aten.affine_grid_generator.default: "affine_grid",
+    _aten._trilinear.default: "bilinear",
+    _aten.linalg_pinv.atol_rtol_tensor: "pinv",
 }
 """Of all operations in torch's samples, those whose kernels call a product that autocast has a rule for."""
 
 
-class RefusesCastsWithin(TorchFunctionMode):
-    """Refuses them under autocast, which casts within the kernel; a step calls the kernel without it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function.
-
-        Raises:
-            UnsupportedError: IRC352 for one of these under autocast.
-        """
-        if func in _FUNCTIONS and _is_cast(args):
+def _kernel(operation: Any) -> Callable[..., Tensor]:
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled(args[0].device.type):
             raise UnsupportedError(
                 "IRC352",
-                f"autocast casts within the kernel of {func.__name__}, and a planned step would not",
+                f"autocast casts within the kernel of {_NAMES[operation]}, and a planned step would not",
                 at=Location(source=user_line(inspect.currentframe())),
                 help="call it in `with torch.autocast(device_type, enabled=False):` on float32",
             )
-        return func(*args, **(kwargs or {}))
+        with torch._C._DisablePythonDispatcher():
+            return operation(*args, **kwargs)
+
+    return kernel
 
 
-def _is_cast(args: tuple[Any, ...]) -> bool:
-    devices = {arg.device.type for arg in args if isinstance(arg, Tensor)} & {"cpu", "cuda"}
-    return any(map(torch.is_autocast_enabled, devices))
+@contextlib.contextmanager
+def refuse_casts_within() -> Generator[None]:
+    """Refuses them under autocast, which casts within the kernel; a step calls the kernel without it.
+
+    Raises:
+        UnsupportedError: IRC352, from the forward that calls one of these under autocast.
+    """
+    before = [(operation, dict(operation.py_kernels)) for operation in _NAMES]
+    for operation in _NAMES:
+        operation.py_kernels[DispatchKey.Autograd] = _kernel(operation)
+        operation._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operation, kernels in before:
+            operation.py_kernels.clear()
+            operation.py_kernels.update(kernels)
+            operation._dispatch_cache.clear()

@@ -71,6 +71,7 @@ from .fixups.tensor_hooks import Hooked, refuse_hooks_that_stay, tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .fixups.zero_checks import gradients_by_zeros
 from .global_settings import GlobalSettings
+from .gradients_apart import Seeing, noting_seeing_nodes, refuse_gradients_apart
 from .in_place import noting_writes
 from .known_values import known_values
 from .length_conditions import Axes, SymbolicLength
@@ -159,6 +160,7 @@ class _Flat(nn.Module):
         self.sharings: list[Sharing] = []
         """How each distinct tensor that is delivered gets its gradient."""
         self.hooked: Hooked = []
+        self.seeing: Seeing = {}
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.layouts: dict[int, tuple[int, ...]] = {}
@@ -199,6 +201,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.hooked.clear()
+        self.seeing.clear()
         result = self.run(*tensors)
         refuse_hooks_that_stay(self.hooked, (*self.module.parameters(), *self.module.buffers()))
         self.result_leaves, self.result_tree = flattened(result)
@@ -209,6 +212,8 @@ class _Flat(nn.Module):
             self.ask_loss()
         self.take_assigned(result)
         found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
+        if self.losses == (None,):
+            refuse_gradients_apart(self.seeing, found)
         unused = self.unused_places()
         inputs = (*tensors, *self.module.parameters(), *self.module.buffers())
         as_they_are = {id(t) for t in inputs}
@@ -357,8 +362,8 @@ def capture(
 
     Raises:
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC536, IRC554 and IRC556, when
-            the graph cannot express something in the module.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC353, IRC536, IRC554 and IRC556,
+            when the graph cannot express something in the module.
         UsageError: IRC340, when nothing in the result depends on anything that requires a gradient; IRC349,
             when the forward itself raises.
     """
@@ -687,6 +692,7 @@ def _trace(
     layers = RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit)
     flat.layers = stack.enter_context(layers).rounding
     flat.hooked = stack.enter_context(tensor_hooks())
+    flat.seeing = stack.enter_context(noting_seeing_nodes())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
     stack.enter_context(refuse_casts_within())

@@ -1,0 +1,83 @@
+"""Finds functions of the model's own whose backward sees which of its gradients are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Generator, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from ...ir import Location, UnsupportedError
+from .source_lines import user_line
+
+__all__ = ["Seeing", "noting_seeing_nodes", "refuse_gradients_apart"]
+
+Seeing = dict[Any, str | None]
+"""Nodes of autograd that are not given zeros for missing gradients, each with the line that asked for it."""
+
+
+@contextlib.contextmanager
+def noting_seeing_nodes() -> Generator[Seeing]:
+    """Notes nodes for which this thread's forward calls `set_materialize_grads(False)`."""
+    seeing: Seeing = {}
+    original, thread = FunctionCtx.set_materialize_grads, threading.get_ident()
+
+    @functools.wraps(original)
+    def noting(self: Any, value: bool) -> None:
+        original(self, value)
+        if threading.get_ident() == thread:
+            seeing.pop(self, None)
+            if not value:
+                seeing[self] = user_line(inspect.currentframe())
+
+    FunctionCtx.set_materialize_grads = noting
+    try:
+        yield seeing
+    finally:
+        FunctionCtx.set_materialize_grads = original
+
+
+def refuse_gradients_apart(seeing: Seeing, results: Iterable[Tensor]) -> None:
+    """Refuses such a node if a loss may use some of what it returns: a plan has zeros for the rest.
+
+    Args:
+        seeing: The nodes.
+        results: The tensors that the forward returns; no one knows which of them the loss uses.
+
+    Raises:
+        UnsupportedError: IRC353.
+    """
+    if not seeing:
+        return
+    reached: dict[Any, dict[int, set[int]]] = {node: {} for node in seeing}
+    for place, result in enumerate(results):
+        for node, returned in _edges(result):
+            if node in reached:
+                reached[node].setdefault(returned, set()).add(place)
+    for node, places in reached.items():
+        if len(set(map(frozenset, places.values()))) > 1:
+            raise UnsupportedError(
+                "IRC353",
+                f"the backward of {type(node).__name__.removesuffix('Backward')} sees which gradients are "
+                "missing (set_materialize_grads(False)), and that depends on which results the loss uses",
+                at=Location(source=seeing[node]),
+                help="give irc.optimize loss= the function by which the training loop computes its loss from "
+                "the result, or leave out ctx.set_materialize_grads(False)",
+            )
+
+
+def _edges(result: Tensor) -> Generator[tuple[Any, int]]:
+    """Yields the nodes on the way of a result's gradient, each with the place of what it returned."""
+    waiting, seen = [(result.grad_fn, result.output_nr)], set[tuple[Any, int]]()
+    while waiting:
+        edge = waiting.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        yield edge
+        waiting += edge[0].next_functions

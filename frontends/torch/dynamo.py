@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import math
 import re
@@ -21,6 +22,7 @@ from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch.utils import _pytree as pytree
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
+from .annotation_scopes import Scopes
 from .capture import Captured, capture
 
 __all__ = [
@@ -323,8 +325,10 @@ class _Located(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.told.current_location = _location(n)
+        scopes = Scopes.current()
         try:
-            return super().run_node(n)
+            with scopes.of_graph(n) if scopes else contextlib.nullcontext():
+                return super().run_node(n)
         finally:
             self.told.current_location = None
 

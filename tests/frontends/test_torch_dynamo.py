@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import irc
 from irc.frontends.torch import (
@@ -18,7 +21,7 @@ from irc.frontends.torch import (
     graph_name,
     lifted_names,
 )
-from irc.ir import InputRole
+from irc.ir import InputRole, UnsupportedError
 from irc.passes.costs.allocations import peak_bytes
 
 # Dynamo looks at `.grad` of what a graph break hands on.
@@ -177,3 +180,30 @@ def test_a_forward_without_backward_takes_what_the_allocator_hands_out() -> None
     nbytes = forward_bytes(forward, [x])
     forward(x)
     assert nbytes == peak_bytes(lambda: forward(x)) > 3 * x.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"preserve_rng_state": True}])
+def test_a_checkpoint_with_dropout_draws_what_it_draws_in_eager(options: dict[str, Any]) -> None:
+    original, x = in_checkpoint(options), torch.randn(4, 8)
+    planned = copy.deepcopy(original)
+    step = torch.compile(planned, backend=irc.backend("1MiB", costs="analytic", time_limit=1))
+    for module in (original, step):
+        torch.manual_seed(1)
+        module(x).square().sum().backward()
+    for ours, its in zip(planned.parameters(), original.parameters(), strict=True):
+        assert ours.grad is not None and its.grad is not None and torch.equal(ours.grad, its.grad)
+
+
+def test_a_checkpoint_that_draws_anew_is_refused_in_a_graph() -> None:
+    model = in_checkpoint({"preserve_rng_state": False})
+    step = torch.compile(model, backend=irc.backend("1MiB", costs="analytic", time_limit=1))
+    with pytest.raises(UnsupportedError, match=r"IRC339.*preserve_rng_state=False"):
+        step(torch.randn(4, 8))
+
+
+def in_checkpoint(options: dict[str, Any]) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.part, x, use_reentrant=False, **options)
+
+    torch.manual_seed(0)
+    return Model(forward, part=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))

@@ -69,7 +69,7 @@ class Scopes:
         asked: All annotations for `root`, its submodules and its ONNX nodes, whether they run or not; and
             those of the stretches that ran.
         without_gradients: The lines of reentrant checkpoints that make no gradient, as ` at model.py:12`.
-        graph_keeps_draws: Whether the checkpoint of Dynamo's that runs keeps its draws; None outside of graphs.
+        graph_keeps_draws: Whether Dynamo's checkpoint that runs keeps its draws; None outside of graphs.
     """
 
     _of_thread = threading.local()

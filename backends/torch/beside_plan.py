@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._recursive import ignored_attributes
 from torch.utils import _pytree as pytree
 
 from ...ir import format_bytes
@@ -32,10 +33,12 @@ class BesidePlan:
     """The parts of one fitted module that were called in training, each named once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._told = {""}  # whoever calls the original itself goes around no plan
 
     def watch(self, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:
-        """Watches submodules, except those that are compiled."""
+        """Watches the original, by the name "", and submodules, except those that are compiled."""
+        if CALL not in ignored_attributes:
+            ignored_attributes.append(CALL)  # torch.jit.script would ask for its type
         for name, child in zip(names, submodules, strict=True):
             if isinstance(vars(child).get(CALL), _Watched | None):
                 vars(child)[CALL] = _Watched(child, name, self)

@@ -15,6 +15,7 @@ from .assignments import Assigned
 from .beside_plan import as_they_are
 from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
+from .guards.module_state import CALL
 from .hooks import refuse_hooks
 from .offload import TierConfig, Traffic
 from .original import FITTED, ORIGINAL, unfitted
@@ -82,6 +83,7 @@ def bind(module: nn.Module, state: PlanCacheState) -> tuple[nn.Module, PlanCache
     refuse_hooks(module)
     fitted = object.__new__(fitted_class(_Fitted, module))
     fitted.__dict__.update({ORIGINAL: module, **vars(module)})
+    fitted.__dict__.pop(CALL, None)  # it calls the module, not the plan
     if (forward := replacement(module)) is not None:
         fitted.__dict__["forward"] = rebound(forward, module, fitted)
     plans = fitted.__dict__[FITTED] = PlanCache(state, fitted)

@@ -13,7 +13,7 @@ from torch import nn
 from ...ir import Assignment, UnsupportedError, UsageError
 from ...torch_support.attribute_reads import READS_AS_ANY, reads_all
 from ...torch_support.recorders import RECORDERS_MARK
-from .guards.module_state import Attributes, attribute
+from .guards.module_state import CALL, Attributes, attribute
 from .planned_forward import rebound
 from .refuse_wrappers import wrapper_of
 
@@ -166,6 +166,7 @@ def _instance(kind: type[Any], held: dict[str, Any], module: nn.Module) -> nn.Mo
     """Makes an instance of a class with attributes of a module, whose own forward becomes its own."""
     made = object.__new__(kind)  # an fx.GraphModule would make a class of its own
     made.__dict__.update(held)
+    made.__dict__.pop(CALL, None)  # it calls the other instance
     if "forward" in held:
         made.__dict__["forward"] = rebound(held["forward"], module, made)
     return made

@@ -17,6 +17,7 @@ from typing import Any, Self
 from torch import fx, nn
 
 from ...ir import UsageError
+from .guards.module_state import CALL
 from .original import FITTED, MARK, ORIGINAL, check_class, class_of_same_name
 from .plan_cache import PlanCache
 from .plan_cache_state import PlanCacheState
@@ -77,6 +78,7 @@ class Persistent(nn.Module):
     def __copy__(self) -> Self:
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
+        copied.__dict__.pop(CALL, None)  # as torch's copies have none
         return copied
 
 

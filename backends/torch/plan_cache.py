@@ -125,7 +125,7 @@ class PlanCache:
         for entry in self._entries:
             self._guard(entry)
         if self._entries:
-            self._beside.watch(module_state.names[1:], module_state.submodules)
+            self._watch(root, module_state)
 
     def state(self, root: nn.Module) -> PlanCacheState:
         """Returns the plans apart from the module, without those for submodules that it no longer has."""
@@ -263,7 +263,7 @@ class PlanCache:
                     self._add(entry)
             self.first_plan = made.compiled.plan
             self._request = made.request if self.limit > 1 else None
-            self._beside.watch(now.names[1:], now.submodules)
+            self._watch(root, now)
         return made
 
     # ------------------------------------------------------------------ looking up
@@ -443,7 +443,7 @@ class PlanCache:
             others = [each for each in reversed(entries) if each is not entry]
             given_up = [plan for each in (*others, entry) for plan in self._add(each)]
             self._request = made.request
-            self._beside.watch(call.module_state.names[1:], call.module_state.submodules)
+            self._watch(root, call.module_state)
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
         return entry, inputs
@@ -461,6 +461,10 @@ class PlanCache:
         varying = [len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)]
         is_out = sum(varying) == 1 and not self._has_range
         return failure if is_out else replace(failure, advice=PAD)
+
+    def _watch(self, root: nn.Module, state: ModuleState) -> None:
+        """Names parts that train beside the plan from now on."""
+        self._beside.watch(state.names, (vars(root)[ORIGINAL], *state.submodules))
 
     def _adopt(self, entry: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
         """Lets a new plan release gradients, some of them to new optimizers."""

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from ...torch_support.autocast import autocast_state, would_cast
@@ -129,25 +131,36 @@ class _Step(torch.autograd.Function):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
         picked = [_pick(program, results, program.gradients[k], given) for k in program.differentiable]
-        for place, index in enumerate(program.differentiable):
-            gradient = picked[place]
-            if gradient is not None and index in program.several_uses:
-                _notice_other_terms(program, index, parameters[index], gradient)
+        noticing = [
+            _notice_other_terms(program, index, parameters[index], gradient)
+            for index, gradient in zip(program.differentiable, picked, strict=True)
+            if gradient is not None and index in program.several_uses and _may_add_up(parameters[index])
+        ]
+        if noticing:  # a backward for other leaves does not reach this one
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_remove, noticing))
         return (*[None] * 7, *picked)
 
 
-def _notice_other_terms(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> None:
+def _may_add_up(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad  # which may have been switched off since the forward
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _notice_other_terms(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> RemovableHandle:
     """Notes a rounding if the engine adds the sum of several uses to what came before, where eager adds each.
 
     A gradient that came first keeps its memory: the engine adds to it in place.
     """
-    if not leaf.is_leaf:
-        return
-    data = gradient.data_ptr()
+    data, backward = gradient.data_ptr(), torch._C._current_graph_task_id()
 
     def check(total: Tensor) -> None:
         handle.remove()
-        if total.data_ptr() != data:
+        is_same = backward == torch._C._current_graph_task_id()  # one that failed may have left its hook
+        if is_same and total.data_ptr() != data:
             program.noticed_roundings[
                 f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
                 "the loop adds to it (another forward, a penalty)"
@@ -155,6 +168,7 @@ def _notice_other_terms(program: Program, index: int, leaf: Tensor, gradient: Te
 
     handle = leaf.register_hook(check)
     cast("Any", leaf._backward_hooks).move_to_end(handle.id, last=False)
+    return handle
 
 
 def _run_backward(

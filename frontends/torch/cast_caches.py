@@ -56,8 +56,11 @@ class CastCaches:
             clear()
             self._number += threading.get_ident() == thread
 
+        def is_cached() -> bool:
+            return self._is_cached_around if threading.get_ident() == thread else self._is_cached()
+
         torch.clear_autocast_cache = cleared
-        torch.is_autocast_cache_enabled = lambda: self._is_cached_around
+        torch.is_autocast_cache_enabled = is_cached
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
@@ -53,9 +54,11 @@ class TensorAttributes:
         """
         given = [((InputRole.INPUT, str(k)), tensor) for k, tensor in enumerate(tensors)]
         before = [set(vars(tensor)) for tensor in tensors]
+        thread = threading.get_ident()
 
         def read(tensor: Tensor, name: str) -> Any:
-            if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):  # pyright: ignore[reportPrivateUsage]
+            reader = sys._getframe(1).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+            if threading.get_ident() == thread and not reader.startswith(_TORCH):
                 places = (key for key, each in (*given, *self._of_module()) if each is tensor)
                 for key in places:
                     value = self._read(key, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -302,3 +303,25 @@ def test_parts_that_train_beside_the_plan_are_named_once_with_their_bytes(
     assert f"{(3 * 16 + 6 * 64) * 512 * 4 / 1024:.0f} KiB" in line
     assert pickle.loads(pickle.dumps(ours.body)).__dict__.get("_compiled_call_impl") is None
     assert "_compiled_call_impl" not in vars(copy.deepcopy(ours.body))
+
+
+def test_a_part_of_a_planned_module_can_be_planned_too(caplog: pytest.LogCaptureFixture) -> None:
+    whole = Net()
+    outer = fitted(whole)
+    for part in (whole.body, outer.body):
+        ours: Any = irc.optimize(part, (rows(),), "70%", loss=loss, costs="analytic", time_limit=1)
+        for each in (ours, copy.copy(ours), copy.deepcopy(ours)):
+            assert irc.measured_peak_bytes(each, (rows(),), loss=loss) <= ours.plan.budget_bytes
+    assert "IRC568" not in caplog.text
+    assert_as_eager(outer, Net())
+
+
+def test_the_original_is_called_and_scripted_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    original = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    ours: Any = irc.optimize(original, (rows(),), "100%", loss=loss, costs="analytic")
+    loss(original(rows())).backward()
+    assert "IRC568" not in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, on what is deprecated
+        scripted: Any = torch.jit.script(original)  # pyright: ignore[reportUnknownMemberType]
+    assert torch.equal(scripted(rows()), ours(rows()))

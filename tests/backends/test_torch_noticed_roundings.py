@@ -72,3 +72,31 @@ def test_a_gradient_in_a_layout_that_the_loss_did_not_tell_is_named() -> None:
     (text,) = fitted.plan.roundings
     assert "output 0" in text and "[1, 16]" in text and "loss=" in text
     assert text in fitted.plan.summary()
+
+
+def test_a_backward_that_does_not_reach_a_parameter_leaves_nothing_on_it() -> None:
+    torch.manual_seed(0)
+    module, ids = Tied(), torch.randint(50, (4, 6))
+    fitted: Any = irc.optimize(copy.deepcopy(module), (ids,), "100%", costs="analytic")
+    for _ in range(3):
+        for each in (module, fitted):
+            gradients = torch.autograd.grad(each(ids).square().mean(), each.inner.weight)
+            each.inner.weight.grad = gradients[0]
+        assert not fitted.embedding.weight._backward_hooks
+    for each in (module, fitted):
+        each(ids).square().mean().backward()
+        for parameter, other in zip(module.parameters(), fitted.parameters(), strict=True):
+            assert each is module or torch.equal(parameter.grad, other.grad)  # pyright: ignore
+    assert fitted.plan.roundings == ()
+
+
+def test_a_parameter_that_is_frozen_before_backward_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    module, ids = Tied(), torch.randint(50, (4, 6))
+    fitted: Any = irc.optimize(copy.deepcopy(module), (ids,), "100%", costs="analytic")
+    for each in (module, fitted):
+        result = each(ids).square().mean()
+        each.embedding.weight.requires_grad_(False)
+        result.backward()
+        assert each.embedding.weight.grad is None
+    assert torch.equal(module.inner.weight.grad, fitted.inner.weight.grad)  # pyright: ignore

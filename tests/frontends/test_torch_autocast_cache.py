@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import irc
 from irc.frontends.torch import capture
+from irc.frontends.torch.cast_caches import CastCaches
 
 torch.set_num_threads(1)
 
@@ -188,3 +190,18 @@ def test_recurrent_layers_in_a_region_have_the_bits_of_eager(kind: Any) -> None:
 def in_region_of(m: Any, x: Tensor) -> Tensor:
     with region():
         return m.layer(x).float()
+
+
+def test_another_thread_reads_its_own_setting_of_the_cache_meanwhile() -> None:
+    settings: list[bool] = []
+
+    def of_another_thread() -> None:
+        torch.set_autocast_cache_enabled(False)
+        settings.append(torch.is_autocast_cache_enabled())
+
+    with CastCaches().counting():
+        thread = threading.Thread(target=of_another_thread)
+        thread.start()
+        thread.join()
+        assert torch.is_autocast_cache_enabled()
+    assert settings == [False]

@@ -161,6 +161,7 @@ class _Flat(nn.Module):
         """How each distinct tensor that is delivered gets its gradient."""
         self.hooked: Hooked = []
         self.seeing: Seeing = {}
+        self.apart: set[str] = set()
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.layouts: dict[int, tuple[int, ...]] = {}
@@ -213,7 +214,7 @@ class _Flat(nn.Module):
         self.take_assigned(result)
         found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
         if self.losses == (None,):
-            refuse_gradients_apart(self.seeing, found)
+            self.apart = refuse_gradients_apart(self.seeing, found)
         unused = self.unused_places()
         inputs = (*tensors, *self.module.parameters(), *self.module.buffers())
         as_they_are = {id(t) for t in inputs}
@@ -479,7 +480,14 @@ def _captured(
     reentrant = read_in_reentrant_checkpoints(graph, translation.notes)
     written = written_in_checkpoints(graph, translation.notes)
     rounded = roundings(
-        graph, trained.values(), flat.layers, flat.parts, reentrant, written, as_compiled=why_compiled
+        graph,
+        trained.values(),
+        flat.layers,
+        flat.parts,
+        flat.apart,
+        reentrant,
+        written,
+        as_compiled=why_compiled,
     )
     results = [output.value for output in graph.outputs if output.role is OutputRole.OUTPUT]
     is_scalar = len(results) == 1 and results[0] is not None and not results[0].type.shape

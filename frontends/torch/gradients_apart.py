@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,9 @@ __all__ = ["Seeing", "noting_seeing_nodes", "refuse_gradients_apart"]
 
 Seeing = dict[Any, str | None]
 """Nodes of autograd that are not given zeros for missing gradients, each with the line that asked for it."""
+
+_DECOMPOSITIONS = {"LinalgSvdBackward0": "svd", "LinalgEighBackward0": "eigh", "LinalgEigBackward0": "eig"}
+"""Of all operations in torch's samples, those with a formula of their own for gradients of values alone."""
 
 
 @contextlib.contextmanager
@@ -42,25 +45,28 @@ def noting_seeing_nodes() -> Generator[Seeing]:
         FunctionCtx.set_materialize_grads = original
 
 
-def refuse_gradients_apart(seeing: Seeing, results: Iterable[Tensor]) -> None:
+def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str]:
     """Refuses such a node if a loss may use some of what it returns: a plan has zeros for the rest.
 
     Args:
         seeing: The nodes.
         results: The tensors that the forward returns; no one knows which of them the loss uses.
 
+    Returns:
+        The decompositions of which the same is true: zeros make their gradients round in another way.
+
     Raises:
         UnsupportedError: IRC353.
     """
-    if not seeing:
-        return
-    reached: dict[Any, dict[int, set[int]]] = {node: {} for node in seeing}
-    for place, result in enumerate(results):
-        for node, returned in _edges(result):
-            if node in reached:
+    nodes = {node for node, _ in _edges(results) if node in seeing or node.name() in _DECOMPOSITIONS}
+    reached: dict[Any, dict[int, set[int]]] = {node: {} for node in nodes}
+    for place, result in enumerate(results if nodes else ()):
+        for node, returned in _edges([result]):
+            if node in nodes:
                 reached[node].setdefault(returned, set()).add(place)
-    for node, places in reached.items():
-        if len(set(map(frozenset, places.values()))) > 1:
+    apart = [node for node, places in reached.items() if len(set(map(frozenset, places.values()))) > 1]
+    for node in apart:
+        if node in seeing:
             raise UnsupportedError(
                 "IRC353",
                 f"the backward of {type(node).__name__.removesuffix('Backward')} sees which gradients are "
@@ -69,11 +75,12 @@ def refuse_gradients_apart(seeing: Seeing, results: Iterable[Tensor]) -> None:
                 help="give irc.optimize loss= the function by which the training loop computes its loss from "
                 "the result, or leave out ctx.set_materialize_grads(False)",
             )
+    return {_DECOMPOSITIONS[node.name()] for node in apart}
 
 
-def _edges(result: Tensor) -> Generator[tuple[Any, int]]:
-    """Yields the nodes on the way of a result's gradient, each with the place of what it returned."""
-    waiting, seen = [(result.grad_fn, result.output_nr)], set[tuple[Any, int]]()
+def _edges(results: Sequence[Tensor]) -> Generator[tuple[Any, int]]:
+    """Yields the nodes on the ways of the results' gradients, each with the place of what it returned."""
+    waiting, seen = [(result.grad_fn, result.output_nr) for result in results], set[tuple[Any, int]]()
     while waiting:
         edge = waiting.pop()
         if edge[0] is None or edge in seen:

@@ -14,6 +14,7 @@ def roundings(
     trained: Iterable[Delivery],
     recurrent: Iterable[str],
     parts: Iterable[str],
+    apart: Iterable[str],
     reentrant: Mapping[str, str],
     written: Mapping[str, Sequence[str]],
     *,
@@ -26,6 +27,7 @@ def roundings(
         trained: The leaves of the result that the loss may use and that require a gradient.
         recurrent: The functions of recurrent layers, such as `gru`, that round in another way.
         parts: The lines that compute in place in parts of tensors.
+        apart: The decompositions of which the loss may use the values alone, such as `svd`.
         reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
         written: The buffers that a checkpoint writes, by its line.
         as_compiled: What stood in the way until the module was told that it is compiled; None if it was not.
@@ -69,6 +71,8 @@ def roundings(
         yield f"numbers of {kind} layers: eager sums in other orders"
     for line in sorted(set(parts)):
         yield f"what is computed from the part of a tensor that {line} writes in place: it is planned apart"
+    for name in sorted(apart):
+        yield f"gradients through {name}, if the loss uses its values alone: eager leaves out terms of zeros"
 
 
 def _readers(graph: Graph, value: Value) -> int:

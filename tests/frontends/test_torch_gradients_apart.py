@@ -66,3 +66,16 @@ def test_it_trains_if_its_gradients_come_together(forward: Any) -> None:
     original, x = model(forward), torch.randn(4, 8)
     fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=1)
     assert_alike(original, fitted, x)
+
+
+def test_decompositions_of_which_a_loss_may_use_the_values_alone_are_named() -> None:
+    torch.manual_seed(0)
+    original = Model(lambda m, x: tuple(torch.linalg.eigh(m.layer(x).T @ m.layer(x))), layer=nn.Linear(8, 8))
+    x = torch.randn(9, 8)
+    without_loss, with_loss = (
+        irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=1, loss=loss)
+        for loss in (None, own_loss)
+    )
+    assert any("eigh" in rounding for rounding in without_loss.plan.roundings)
+    assert not any("eigh" in rounding for rounding in with_loss.plan.roundings)
+    assert_alike(original, with_loss, x)

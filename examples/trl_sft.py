@@ -142,7 +142,7 @@ def train(budget: int | str | None = None, **options: Any) -> Trained:
     return Trained(losses, trainer.model, peaks)
 
 
-def main(budget: int | str = "100%", **options: Any) -> bool:
+def main(budget: int | str = "90%", **options: Any) -> bool:
     """Trains the model as it is and fitted; whether losses and weights are the same bit for bit."""
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()

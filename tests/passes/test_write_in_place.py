@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -206,3 +207,136 @@ def test_a_retained_graph_keeps_what_backward_overwrites() -> None:
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, gradients, expected)) and len(gradients) == len(expected)
+
+
+WORDS, TILE, WIDTH = 96, 32, 32
+
+
+class _TilesOfRows(torch.autograd.Function):
+    """A cross-entropy over tiles of rows; forward writes the gradients, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        losses = torch.zeros(len(hidden))
+        for start in range(0, len(hidden), TILE):
+            rows = slice(start, start + TILE)
+            tile, right = hidden[rows] @ weight.t(), labels[rows, None]
+            total = torch.logsumexp(tile, 1, keepdim=True)
+            losses[rows] = (total - tile.gather(1, right))[:, 0]
+            tile.sub_(total).exp_().sub_((right == torch.arange(WORDS)).float()).mul_(1 / len(hidden))
+            of_hidden[rows] = tile @ weight
+            of_weight.addmm_(tile.t(), hidden[rows])
+        ctx.save_for_backward(of_hidden, of_weight)
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * gradients[0], of_weight * gradients[0], None
+
+
+class _TilesOfWords(torch.autograd.Function):
+    """A cross-entropy over tiles of the vocabulary, all in one buffer, which backward makes again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        tile, total = torch.empty(len(hidden), TILE), torch.zeros(len(hidden))
+        right = torch.zeros(len(hidden))
+        for start in range(0, WORDS, TILE):
+            torch.mm(hidden, weight[start : start + TILE].t(), out=tile)
+            total.add_(tile.exp().sum(1))
+            right.add_((tile * (labels[:, None] == torch.arange(start, start + TILE))).sum(1))
+        ctx.save_for_backward(hidden, weight, labels, total)
+        return (total.log() - right).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden, weight, labels, total = ctx.saved_tensors
+        tile = torch.empty(len(hidden), TILE)
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, WORDS, TILE):
+            words = slice(start, start + TILE)
+            torch.mm(hidden, weight[words].t(), out=tile)
+            tile.exp_().div_(total[:, None])
+            tile.sub_((labels[:, None] == torch.arange(start, start + TILE)).float())
+            tile.mul_(gradients[0] / len(hidden))
+            of_hidden.addmm_(tile, weight[words])
+            of_weight[words].addmm_(tile.t(), hidden)
+        return of_hidden, of_weight, None
+
+
+def _rows_of_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    losses = torch.zeros(len(hidden))
+    for start in range(0, len(hidden), TILE):
+        rows = slice(start, start + TILE)
+        losses[rows] = nn.functional.cross_entropy(hidden[rows] @ weight.t(), labels[rows], reduction="none")
+    return losses.mean()
+
+
+def _head_of_trl(tile: int, *outputs: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        kernels: Any = pytest.importorskip("trl.kernels")
+        per_token = kernels.ChunkedLogProbFunction.apply(
+            hidden, weight, None, labels, 0.9, tile, None, 1.0, ("log_probs", *outputs)
+        )
+        return -per_token[0].mean()
+
+    return head
+
+
+HEADS = {
+    "tiles of rows": (_TilesOfRows.apply, 0.6),
+    "tiles of words": (_TilesOfWords.apply, 0.6),
+    "rows of losses": (_rows_of_losses, 0.6),
+    "TRL's, for SFT": (_head_of_trl(16 * WORDS, "entropy", "is_top1"), 0.9),
+    "TRL's, for DPO": (_head_of_trl(TILE, "entropy", "mean_logits", "is_top1"), 0.6),
+}
+"""Losses, each with the share of eager's memory that a plan makes do with. A buffer that is wider than the
+vocabulary, as TRL's own is for a small one, stays whole."""
+
+
+class _Words(nn.Module):
+    """A small GPT-2 with a loss in chunks."""
+
+    def __init__(self, head: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        transformers: Any = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(
+            vocab_size=WORDS,
+            n_positions=32,
+            n_embd=WIDTH,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+        self.model, self.head = transformers.GPT2LMHeadModel(config), head
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.model.transformer(words).last_hidden_state[:, :-1].reshape(-1, WIDTH)
+        return self.head(hidden, self.model.lm_head.weight, words[:, 1:].reshape(-1))
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("name", HEADS)
+def test_a_loss_in_chunks_has_eagers_bits_within_eagers_memory(name: str) -> None:
+    head, least = HEADS[name]
+    model, words = _Words(head), torch.randint(WORDS, (4, 32))
+    model.zero_grad()
+    expected, eager_bytes = _measured(model, words)
+    for share in (1, least):
+        fitted = irc.optimize(model, (words,), f"{share:.0%}", time_limit=1)
+        gradients, step_bytes = _measured(fitted, words)
+        assert step_bytes <= fitted.plan.peak_bytes <= share * eager_bytes and not fitted.plan.roundings
+        assert all(map(torch.equal, gradients, expected)) and len(gradients) == len(expected)
+
+
+def _measured(model: nn.Module, words: Tensor) -> tuple[list[Tensor], int]:
+    """The gradients of a step, with dropout drawn from one seed, and its measured peak."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    _, peak_bytes = irc.measured_step(model, lambda: model(words).backward(), words)
+    return [p.grad for p in model.parameters() if p.grad is not None], peak_bytes

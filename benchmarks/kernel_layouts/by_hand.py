@@ -21,6 +21,10 @@ def _image() -> Tensor:
     return torch.rand(2, 3, 6, 6)
 
 
+def _two_images() -> tuple[Tensor, Tensor]:
+    return _image() - 0.5, _image()
+
+
 def _kernel() -> Tensor:
     return torch.rand(4, 3, 3, 3)
 
@@ -30,8 +34,8 @@ def _sparse() -> Tensor:
 
 
 def _trained(layer: nn.Module, x: Tensor) -> None:
-    found = layer(x)
-    (found[0] if isinstance(found, tuple) else found).square().sum().backward()
+    result = layer(x.requires_grad_())
+    (result[0] if isinstance(result, tuple) else result).square().sum().backward()
 
 
 def _without_onednn(call: Callable[[], object]) -> Callable[[], object]:
@@ -74,7 +78,18 @@ _CALLS: tuple[Callable[[], object], ...] = (
         offs=torch.tensor([3, 8], dtype=torch.int32),
     ),
     lambda: _aten._native_batch_norm_legit_no_training(_image(), None, None, *torch.rand(2, 3), 0.1, 1e-5),
-    lambda: _aten._batch_norm_no_update(_image(), None, None, *torch.rand(2, 3), 0.1, 1e-5),
+    lambda: _aten._batch_norm_no_update(_image(), *torch.rand(4, 3), 0.1, 1e-5),
+    lambda: _aten._batch_norm_with_update_functional(_image(), *torch.rand(4, 3), 0.1, 1e-5),
+    lambda: _trained(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), _image()),
+    lambda: _aten._embedding_bag_dense_backward(
+        torch.rand(2, 3),
+        *torch.tensor([[0, 1, 3], [0, 0, 1]]),
+        *torch.tensor([[2, 1], [0, 0]]),
+        4,
+        False,
+        0,
+        None,
+    ),
     lambda: _aten.norm.ScalarOpt_dtype(torch.rand(2, 3, 4), 2, dtype=torch.float64),
     lambda: _aten.norm.ScalarOpt_dim_dtype(torch.rand(2, 3, 4), 2, [1], False, dtype=torch.float64),
     lambda: _aten.embedding_renorm_(torch.rand(4, 3), torch.tensor([0, 2]), 0.1, 2.0),
@@ -104,6 +119,16 @@ _CALLS: tuple[Callable[[], object], ...] = (
     lambda: _aten._upsample_lanczos2d_aa_backward(_image(), [6, 6], [2, 3, 4, 4], False),
     lambda: _aten._upsample_nearest_exact3d_backward(torch.rand(2, 3, 6, 6, 6), [6, 6, 6], [2, 3, 3, 3, 3]),
     lambda: _trained(nn.LSTM(4, 5), torch.rand(3, 2, 4)),
+    lambda: _trained(nn.LayerNorm(5), torch.rand(2, 3, 4, 5)),
+    lambda: _trained(nn.GroupNorm(2, 4), torch.rand(2, 4, 5, 6)),
+    lambda: _aten._native_batch_norm_legit_functional(
+        _image(), *torch.rand(4, 3), training=True, momentum=0.1, eps=1e-5
+    ),
+    lambda: [_aten.rrelu_with_noise_functional(*_two_images(), training=each) for each in (False, True)],
+    lambda: [
+        _aten.rrelu_with_noise_backward(_image(), *_two_images(), 0.1, 0.3, each, False)
+        for each in (False, True)
+    ],
     lambda: _aten.mkldnn_convolution(_image(), _kernel(), None, [0, 0], [1, 1], [1, 1], 1),
     lambda: functional.linear(torch.rand(3, 4).to_mkldnn(), torch.rand(5, 4).to_mkldnn()),
     lambda: functional.max_pool2d(_image().to_mkldnn(), 2),

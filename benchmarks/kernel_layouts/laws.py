@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import json
 import os
+import resource
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -20,9 +22,9 @@ from torch.utils import _pytree as pytree
 from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
 from irc.frontends.torch.fixups.kernel_layouts import Laws, same_layout, strides_by_law, tensors_of
 
-from .calls import Call
+from .calls import Call, schema_calls
 
-__all__ = ["Seen", "laws_apart", "laws_of", "observed"]
+__all__ = ["Examined", "Seen", "examined_apart", "laws_of", "observed"]
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -52,11 +54,16 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 """Rows, all axes reversed, the last two swapped, channels last, strided in each axis, expanded in one."""
 
 
-_CALLS = 3
+_CALLS = 8
+_LIMIT_SECONDS = 120
+_LIMIT_BYTES = 16 * 2**30
+"""What the process of one operation may take, before the system ends more than it."""
 
 
-def _axes(call: Call) -> int:
-    return max((tensor.dim() for tensor in tensors_of((call.args, call.kwargs)) if tensor.numel()), default=0)
+def _tells(call: Call) -> tuple[int, int]:
+    """How much a call tells for its time: the most axes of an operand, and then the fewest elements."""
+    operands = [tensor for tensor in tensors_of((call.args, call.kwargs)) if tensor.numel()]
+    return max((each.dim() for each in operands), default=0), -sum(each.numel() for each in operands)
 
 
 _SHAPES = ((2, 3, 4), (2, 3, 4, 5))
@@ -72,37 +79,63 @@ class Seen:
     """Whether torch's rule says the same."""
 
 
-def laws_apart(calls: Sequence[Call]) -> list[str | None] | None:
-    """The laws of an operation's results, found in a process of its own; None if that does not survive.
+@dataclass(frozen=True)
+class Examined:
+    """An operation: how many calls of it ran, and the laws of its results if its process survived them."""
 
-    Of the calls those with the most axes are taken, and one with few that is made to have more.
+    calls: int
+    laws: list[str | None] | None
+
+
+def examined_apart(name: str, sampled: Sequence[Call]) -> Examined:
+    """Examines an operation in a process of its own, as kernels may trust arguments that do not fit together.
+
+    If that does not survive, once more without the operands that are made to have more axes.
+
+    Args:
+        name: As `aten.add.Tensor`.
+        sampled: Its calls in samples; if there are none, calls are made by its schema.
     """
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(read)
-            with open(write, "w") as pipe:
-                chosen = sorted(calls, key=_axes, reverse=True)[:_CALLS]
-                json.dump(laws_of(observed(chosen)), pipe)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(write)
-    with open(read) as pipe:
-        text = pipe.read()
-    return json.loads(text) if os.waitpid(child, 0)[1] == 0 else None
+    for can_grow in (True, False):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(2)
+                signal.alarm(_LIMIT_SECONDS)
+                resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+                with open(write, "w") as pipe:
+                    _examine(sampled or schema_calls(name), can_grow, pipe)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(write)
+        with open(read) as pipe:
+            count, laws = [*pipe.read().splitlines(), "", ""][:2]
+        if os.waitpid(child, 0)[1] == 0:
+            return Examined(int(count), json.loads(laws))
+    return Examined(int(count or 0), None)
 
 
-def observed(calls: Sequence[Call], laws: Laws | None = MappingProxyType({})) -> list[list[Seen]]:
+def _examine(calls: Sequence[Call], can_grow: bool, pipe: TextIO) -> None:
+    """Writes how many calls there are, and the laws of those that tell the most."""
+    print(len(calls), file=pipe, flush=True)
+    chosen = sorted(calls, key=_tells, reverse=True)[:_CALLS]
+    json.dump(laws_of(observed(chosen, can_grow=can_grow)), pipe)
+
+
+def observed(
+    calls: Sequence[Call], laws: Laws | None = MappingProxyType({}), *, can_grow: bool = True
+) -> list[list[Seen]]:
     """What calls return on operands in each layout, result by result, of the variants that run.
 
     Args:
         calls: Of one operation.
         laws: Those that hold beside torch's rules; None takes irc's own.
+        can_grow: Whether the first call is also made with operands that have more axes.
     """
     seen: list[tuple[Any, list[Tensor], list[tuple[int, ...]]]] = []
-    runs = [run for place, call in enumerate(calls) for run in _runs(call, can_grow=place == 0)]
+    runs = [run for place, call in enumerate(calls) for run in _runs(call, can_grow=can_grow and place == 0)]
     with fake_kernels_of_eager(laws), FakeTensorMode(allow_non_fake_inputs=True):
         for func, args, kwargs, results in runs:
             with contextlib.suppress(Exception):
@@ -143,7 +176,7 @@ def _grown(call: Call) -> Iterator[Call]:
         most = max(shapes, key=len)
         for shape in _SHAPES:
             grown = [
-                torch.rand(shape).mul(2).to(leaf.dtype)
+                torch.rand(shape).mul(1 if leaf.is_floating_point() else 2).to(leaf.dtype)
                 if isinstance(leaf, Tensor) and tuple(leaf.shape) == most
                 else leaf
                 for leaf in leaves
@@ -190,9 +223,9 @@ def _law(seen: Sequence[Seen]) -> str | None:
 def _candidates(operands: int) -> Iterator[str]:
     places = range(min(operands, 4))
     yield "elementwise " + " ".join(map(str, places))
+    yield "rows"
     for k in places:
         yield f"format {k}"
-    yield "rows"
     for k in places:
         yield f"like {k}"
     for count in range(1, len(places) + 1):

@@ -84,7 +84,8 @@ def test_nothing_of_the_users_model_changes(net: Net) -> None:
     assert torch.equal(generator, torch.get_rng_state()) and threads == torch.get_num_threads()
     assert torch.equal(x, X) and x.grad is None and torch.is_grad_enabled()
     for name, child in net.named_modules():
-        now = vars(child)
+        # irc sees by this one that a submodule is called beside the plan
+        now = {key: value for key, value in vars(child).items() if key != "_compiled_call_impl"}
         assert now.keys() == attributes[name].keys()
         assert all(now[key] is value for key, value in attributes[name].items())
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())

@@ -20,7 +20,14 @@ def test_a_function_is_told_of_phases_and_of_the_search(caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "irc"):
         fitted = irc.optimize(*model(), "75%", costs="analytic", progress=told.append)
     phases = list(dict.fromkeys(each.phase for each in told))
-    assert phases == ["capture", "replay-draws", "split-convolutions", "cost", "plan-memory"]
+    assert phases == [
+        "capture",
+        "replay-draws",
+        "split-convolutions",
+        "write-in-place",
+        "cost",
+        "plan-memory",
+    ]
     assert [record.getMessage() for record in caplog.records] == [str(each) for each in told]
     found = [each for each in told if each.overhead is not None]
     assert found[-1].overhead == pytest.approx(fitted.plan.overhead)

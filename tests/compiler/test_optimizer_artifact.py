@@ -347,5 +347,5 @@ def test_the_pipeline_is_that_of_the_interface_for_python(
     argv = ["optimize", f"{here}:mlp", "--budget", "60%", "--costs", "analytic", "--optimizer", "adamw"]
     assert cli.main([*argv, "--swap", "disk", "--swap", "params,optimizer", "--print-passes"]) == 0
     names = re.findall(r"(?:^|,)([a-z-]+)(?:\{[^}]*\})?(?=,|$)", capsys.readouterr().out.strip())
-    rewrites = ["replay-draws", "split-convolutions", "release-gradients"]
+    rewrites = ["replay-draws", "split-convolutions", "write-in-place", "release-gradients"]
     assert names == [*rewrites, "cost", "offer-tiers", "plan-memory"]

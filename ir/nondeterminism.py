@@ -68,7 +68,7 @@ def _is_stable(node: Node, on_cpu: bool) -> bool:
 
 
 def _writes_constant(node: Node, on_cpu: bool) -> bool:
-    return node.op == "aten.scatter.value"
+    return node.op in ("aten.scatter.value", "aten.scatter_.value")
 
 
 _PUTS = ("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", "aten.put")
@@ -151,6 +151,8 @@ def nondeterminism(node: Node) -> str | None:
     """
     library, _, _ = node.op.partition(".")
     name = node.op.rpartition(".")[0]
+    if library == "aten":
+        name = name.removesuffix("_")  # the kernel is the same if it writes in place
     if name in _KNOWN:
         return None
     if library not in _LIBRARIES:

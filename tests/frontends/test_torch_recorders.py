@@ -70,9 +70,9 @@ def test_a_model_that_records_its_outputs_trains_as_the_original(ran_before: boo
     original: Any = copy.deepcopy(module)
     if ran_before:
         module(TOKENS, **STATES)
-    before = hooks(module), set(vars(module))
+    before = hooks(module), set(vars(module)) - {"_compiled_call_impl"}
     ours: Any = irc.optimize(module, (TOKENS,), "100%", costs="analytic", loss=loss, example_kwargs=STATES)
-    assert (hooks(module), set(vars(module))) == before
+    assert (hooks(module), set(vars(module)) - {"_compiled_call_impl"}) == before
     assert_same(step(ours), step(original))
     ours.eval()(TOKENS, **STATES)  # as the original runs: its first call installs the hooks
     assert sum(hooks(ours)) > 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
@@ -21,14 +23,16 @@ from .laws import Examined, examined_apart
 _DEFAULT = "docs/results/kernel_layouts.md"
 
 
-def main() -> None:
-    """Writes the laws and the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_layouts")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the laws and the page, and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_layouts", description=(__doc__ or "").splitlines()[0]
+    )
     version = ".".join(torch.__version__.split(".")[:2])
     folder = Path(product.__file__).parent
     parser.add_argument("--json", type=Path, default=folder / f"{version}.json")
     parser.add_argument("--markdown", type=Path, default=Path(_DEFAULT))
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -49,6 +53,7 @@ def main() -> None:
     page = _page(version, len(names), compared, missing, crashed, laws)
     given.markdown.write_text(replace_section(given.markdown, "kernel layouts", page))
     journal.unlink()
+    return 0
 
 
 def _examined(operations: set[str], journal: Path) -> dict[str, Examined]:
@@ -96,4 +101,4 @@ def _listed(names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

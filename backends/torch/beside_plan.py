@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from ...ir import format_bytes
 from ...torch_support.allocated import allocated_bytes
 from .alive import storage_key
-from .autograd_graph import held_by_history
 from .guards.module_state import CALL
 from .planning_locks import is_tracing
 
@@ -47,22 +46,22 @@ class BesidePlan:
         """Whether a part was not named before."""
         return name not in self._told
 
-    def tell(self, name: str, result: Any, module: nn.Module) -> None:
-        """Names a part, with what its result holds for backward beside its parameters."""
+    def tell(self, name: str, result: Any) -> None:
+        """Names a part, with the bytes of its result.
+
+        What the result holds for backward is not looked at: a checkpoint of the user's would run for it.
+        """
         self._told.add(name)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if not any(tensor.requires_grad for tensor in tensors):
             return
-        saved, _ = held_by_history(tensors, lambda node: False)
-        own = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        storages = {storage_key(tensor): allocated_bytes(tensor) for tensor in saved}
-        held_bytes = sum(nbytes for key, nbytes in storages.items() if key not in own)
+        storages = {storage_key(tensor): allocated_bytes(tensor) for tensor in tensors}
         _log.warning(
             "IRC568: submodule %r is called in training beside the plan of the module around it, which does "
-            "not count what it takes: its result holds %s for backward. Call the fitted module, or give it a "
-            "forward that calls the submodule: that is planned",
+            "not count what it takes: %s of results, and what backward needs for them. Call the fitted "
+            "module, or give it a forward that calls the submodule: that is planned",
             name,
-            format_bytes(held_bytes),
+            format_bytes(sum(storages.values())),
         )
 
 
@@ -96,10 +95,11 @@ class _Watched:
             and torch.is_grad_enabled()
             and not is_tracing()
             and not getattr(_thread, "is_said", False)
+            and torch._C._current_graph_task_id() == -1  # in backward, a checkpoint runs what ran before
         ):
             with as_they_are():  # its own parts are parts of this call
                 result = module._call_impl(*args, **kwargs)
             if beside.is_new(self._name):
-                beside.tell(self._name, result, module)
+                beside.tell(self._name, result)
             return result
         return module._call_impl(*args, **kwargs)

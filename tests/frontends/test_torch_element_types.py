@@ -35,9 +35,10 @@ class Passed(nn.Module):
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
-def test_a_model_that_holds_elements_of_any_type_trains_as_in_eager(is_converted: bool) -> None:
+@pytest.mark.parametrize("part", range(3))
+def test_a_model_that_holds_elements_of_any_type_trains_as_in_eager(part: int, is_converted: bool) -> None:
     x = torch.randn(4, 8)
-    for dtype in sorted(_STRIDED, key=str):
+    for dtype in sorted(_STRIDED, key=str)[part::3]:
         model = Passed(dtype, is_converted=is_converted)
         try:
             expected = model(x)

@@ -57,6 +57,7 @@ _SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 _MEANS = ("aten.mean.default", "aten.mean.dim")
 
 
+_COPIES = ("aten.clone.default", "aten.copy_.default")
 _PRODUCTS = tuple(f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 _PACKED = 64
@@ -87,6 +88,8 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
         return operands[0].numel() * operands[0].element_size() + counts_bytes + _SCALAR_BYTES
     if op in _PRODUCTS:
         return _product_bytes(operands, result)
+    if op in _COPIES and _is_transposed(operands[-1]) and result.is_contiguous():
+        return _TILE * result.element_size()
     single_bytes = result.numel() * torch.float32.itemsize if is_half else 0
     if op in _MEANS and is_half:
         return operands[0].numel() * torch.float32.itemsize + single_bytes + _SCALAR_BYTES
@@ -94,6 +97,12 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
     rounded_bytes = single_bytes if is_reduction or op.startswith(_SCATTERING) else 0
     is_cast = op in (*_SUMS, *_MEANS) and operands[0].dtype != result.dtype
     return rounded_bytes + (operands[0].numel() * result.element_size() if is_cast else 0)
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    """Whether a matrix is copied into rows through the buffer (`copy_transpose_valid` of ATen's Copy.cpp)."""
+    is_large = matrix.dim() == 2 and matrix.numel() >= _TILE
+    return is_large and matrix.stride() == (1, matrix.shape[0]) and matrix.device.type == "cpu"
 
 
 def _product_bytes(operands: Sequence[Tensor], result: Tensor) -> int:

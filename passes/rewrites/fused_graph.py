@@ -113,7 +113,7 @@ class Fusion:
 
 def _is_live(node: Node, needed: Container[Storage]) -> bool:
     """Whether an operation is there for its effect, or makes what is needed."""
-    has_effect = bool(node.traits - {Trait.REORDERED}) or not node.values
+    has_effect = bool(node.traits - {Trait.REORDERED, Trait.IN_PLACE}) or not node.values
     return has_effect or any(value.storage in needed for value in node.values)
 
 

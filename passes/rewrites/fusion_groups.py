@@ -62,7 +62,8 @@ class FusionGroups:
 
     def is_fusible(self, node: Node) -> bool:
         """Whether an operation can be part of a kernel: it makes new tensors of numbers, and nothing else."""
-        if node.name in self.whole or not is_fusible(node.op) or node.traits - {Trait.REORDERED}:
+        is_bare = not node.traits - {Trait.REORDERED, Trait.IN_PLACE}
+        if node.name in self.whole or not is_fusible(node.op) or not is_bare:
             return False
         made = self.graph.allocates(node)
         types = [value.type for value in (*node.operands, *node.values)]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import multiprocessing
+import resource
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -19,7 +23,9 @@ from .shrink import shrunk
 
 __all__ = ["Worker", "outcomes", "shrink_outcome"]
 
-_MOST_SECONDS = 120
+_MOST_CPU_SECONDS = 120
+_MOST_SECONDS = 10 * _MOST_CPU_SECONDS
+"""One that waits ends by the clock, which runs faster than the processor where others compute."""
 _PROGRAMS_OF_A_PROCESS = 150
 """torch keeps what it has traced: a process grows."""
 
@@ -52,6 +58,8 @@ class Worker:
         except (EOFError, OSError):
             self._process.join(10)
             cause = f"the process ended with {self._process.exitcode}"
+            if self._process.exitcode == -signal.SIGXCPU:
+                cause = f"no end in {_MOST_CPU_SECONDS} s of the processor"
         self.close()
         kinds = tuple(block.kind for block in program.blocks)
         return Outcome(program.seed, Verdict.CRASH, cause, str(program), kinds, program=to_json(program))
@@ -74,8 +82,11 @@ def _serve(theirs: Connection) -> None:
     logging.getLogger("irc").setLevel(logging.ERROR)
     gc.collect()
     gc.freeze()  # measuring collects garbage, which passes over all of torch otherwise
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
     while True:
-        theirs.send(examine(theirs.recv()))
+        program = theirs.recv()
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + _MOST_CPU_SECONDS, most))
+        theirs.send(examine(program))
 
 
 def outcomes(seeds: Iterable[int], most_shrunk: int = 2) -> Iterator[Outcome]:

@@ -59,17 +59,14 @@ class DroppedWeights(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_recurrent_layer_whose_weights_are_assigned_trains_through_dynamo(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@torch._dynamo.config.patch(allow_rnn=True)  # pyright: ignore
+def test_a_recurrent_layer_whose_weights_are_assigned_trains_through_dynamo() -> None:
     torch.manual_seed(0)
     model, x, budget_bytes = DroppedWeights(), torch.randn(4, 6, 8), 1 << 20
     with pytest.raises(irc.UnsupportedError, match="IRC338") as raised:
         irc.optimize(model, (x,), "100%", loss=_loss, costs="analytic")
     assert raised.value.help is not None and "torch._dynamo.config.allow_rnn = True" in raised.value.help
     original = copy.deepcopy(model)
-    config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(config, "allow_rnn", True)
     backend = irc.backend(budget_bytes, outside="measured", costs="analytic")
     compiled: Any = torch.compile(model, backend=backend)
     for module in (compiled, original):

@@ -116,15 +116,18 @@ REDUCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@examples(16)
-@given(
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    name=st.sampled_from(sorted(ACTIVATIONS) + sorted(REDUCTIONS)),
-)
-def test_functions_of_tensors_in_any_layout_have_the_bits_of_eager(layout: str, name: str) -> None:
+@examples(8)
+@given(layout=st.sampled_from(sorted(LAYOUTS)), name=st.sampled_from(sorted(ACTIVATIONS)))
+def test_activations_of_tensors_in_any_layout_have_the_bits_of_eager(layout: str, name: str) -> None:
     torch.manual_seed(0)
-    function = (ACTIVATIONS | REDUCTIONS)[name]
-    assert_trains_as_eager(Layer(function, LAYOUTS[layout]), torch.randn(4, 6, 8))
+    assert_trains_as_eager(Layer(ACTIVATIONS[name], LAYOUTS[layout]), torch.randn(4, 6, 8))
+
+
+@examples(8)
+@given(layout=st.sampled_from(sorted(LAYOUTS)), name=st.sampled_from(sorted(REDUCTIONS)))
+def test_reductions_of_tensors_in_any_layout_have_the_bits_of_eager(layout: str, name: str) -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(Layer(REDUCTIONS[name], LAYOUTS[layout]), torch.randn(4, 6, 8))
 
 
 class Result(nn.Module):

@@ -122,10 +122,8 @@ def test_time_steps_show_where_no_kernels_are_as_fast_and_have_bounds_of_their_o
 
 
 @pytest.mark.slow
-def test_a_graph_of_dynamo_is_planned_as_time_steps_below_the_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torch._dynamo.config.allow_rnn", True)
+@torch._dynamo.config.patch(allow_rnn=True)  # pyright: ignore
+def test_a_graph_of_dynamo_is_planned_as_time_steps_below_the_kernels() -> None:
     torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
     model, args = pipeline_models.tagger()
     twin, kernels = copy.deepcopy(model), _by_kernels(model, *args)

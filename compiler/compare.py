@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..ir import Delivery, Input, InputRole, Origin
 from ..torch_support.bits import same_bits
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "difference",
     "differing",
     "largest",
+    "names_in_plan",
     "numbers_of",
 ]
 
@@ -163,6 +165,26 @@ def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
         same_generator=all(map(torch.equal, expected.generators, found.generators)),
         off=off,
     )
+
+
+def names_in_plan(deliveries: Iterable[Delivery], statics: Sequence[Input]) -> dict[str, str]:
+    """Returns the names that a plan has for outputs, by their place among the tensors of the result.
+
+    A buffer that is returned has its own name, and another input `result 0`: its own would mean its gradient.
+
+    Args:
+        deliveries: How the result is made.
+        statics: The graph's inputs except the tangents, in order.
+    """
+
+    def name_of(place: int, delivery: Delivery) -> str:
+        if delivery.origin is not Origin.INPUT:
+            return f"output {delivery.index}"
+        entry = statics[delivery.index]
+        return entry.target if entry.role is InputRole.BUFFER else f"result {place}"
+
+    tensors = (delivery for delivery in deliveries if delivery.origin is not Origin.CONSTANT)
+    return {f"output {place}": name_of(place, delivery) for place, delivery in enumerate(tensors)}
 
 
 def differing(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:

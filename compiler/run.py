@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ..ir import Origin, Trait, UsageError, format_bytes, printable
+from ..ir import InputRole, Trait, UsageError, format_bytes, printable
 from ..torch_support.pytree import flatten
 from .artifact import Written
-from .compare import Numbers
+from .compare import Numbers, names_in_plan
 from .model_source import Loaded, load
 from .training import Comparison, Step, compare, measured_peak_bytes, optimizer_of_all, train
 
@@ -232,16 +232,12 @@ def _outside_their_class(written: Written, first: Numbers) -> Iterator[str]:
     that is known here.
     """
     known = {each.name: each.bound for each in written.plan.reordered}
-    is_kept = not written.plan.roundings and not any(
-        Trait.NONDETERMINISTIC in node.traits for node in written.schedule.graph.nodes
-    )
-    delivered = [d for d in written.deliveries if d.origin is not Origin.CONSTANT]
-    in_plan = {
-        f"output {i}": f"result {i}" if delivery.origin is Origin.INPUT else f"output {delivery.index}"
-        for i, delivery in enumerate(delivered)
-    }
+    graph = written.schedule.graph
+    is_kept = not any(Trait.NONDETERMINISTIC in node.traits for node in graph.nodes)
+    statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
+    in_plan = names_in_plan(written.deliveries, statics)
     off = {in_plan.get(name, name): by for name, by in first.off.items()}
-    changed = [name for name in off if name not in known]
+    changed = [name for name in off if not written.plan.may_differ(name)]
     if changed and is_kept:
         named = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         yield f"the plan keeps the bits of the original, and those of {printable(named, 1000)} differ"

@@ -82,7 +82,7 @@ from .pipeline.timing import (
 from .plan import AnnotationEffect, Plan, TierUse
 from .plugins import GROUPS, load_plugin, plugins
 from .printable import printable
-from .reordered import Reordered, reordered
+from .reordered import Reordered, Rounding, computed_from, gradients_through, reordered, tensor_name
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Assignment, Autocast, Branch, Delivery, Origin, Sharing, Signature, Slot
 from .text import (
@@ -168,6 +168,7 @@ __all__ = [
     "Region",
     "Reordered",
     "Resident",
+    "Rounding",
     "Schedule",
     "Sharing",
     "Signature",
@@ -201,11 +202,13 @@ __all__ = [
     "allocation_bytes",
     "by_module",
     "check_scratch",
+    "computed_from",
     "count_kernels",
     "first_line",
     "format_bytes",
     "fused_arguments",
     "generator_state_type",
+    "gradients_through",
     "is_linear",
     "is_plain_argument",
     "liveness",
@@ -242,6 +245,7 @@ __all__ = [
     "step_times",
     "steps_of",
     "stored_bytes",
+    "tensor_name",
     "values_in",
     "verify_graph",
     "verify_schedule",

@@ -16,12 +16,14 @@ from .files import check_fields, read_json, write_whole
 from .graph import Gradients
 from .memory_timeline import StepMemory
 from .printable import printable
-from .reordered import Reordered, reordered_lines
+from .reordered import Reordered, Rounding, reordered_lines
 from .units import format_bytes
 
 __all__ = ["AnnotationEffect", "Decision", "Plan", "TierUse"]
 
-_FORMAT = "irc-plan-1"
+_FORMAT = "irc-plan-2"
+_READABLE = "irc-plan-1", _FORMAT
+"""The first one has the texts of roundings alone."""
 
 _RELEASED = {
     Gradients.RETURNED: None,
@@ -114,8 +116,8 @@ class Plan:
             before backward; all other peaks, and the budget, are of a caller who holds them. None if the plan
             was written by an earlier version.
         loss: The loss that the plan assumes, in words.
-        roundings: The numbers that may differ from the model's own by rounding, each with the reason; all
-            others are the same to the bit, but for those in `reordered`.
+        roundings: The reasons why numbers may differ from the model's own by rounding, each with its tensors;
+            all others are the same to the bit, but for those in `reordered`.
         reordered: The tensors that sums in another order reach, with a bound of the difference.
         compiler: The compiler of kernels that was asked for, or "".
         kernels: The number of its kernels.
@@ -149,7 +151,7 @@ class Plan:
     peak_with_gradients_bytes: int | None = None
     peak_without_unused_bytes: int | None = None
     loss: str = ""
-    roundings: tuple[str, ...] = ()
+    roundings: tuple[Rounding, ...] = ()
     reordered: tuple[Reordered, ...] = ()
     compiler: str = ""
     kernels: int = 0
@@ -173,6 +175,16 @@ class Plan:
                 "read timeline.json of a written folder",
             )
         return self.memory
+
+    def may_differ(self, name: str) -> bool:
+        """Whether `roundings` or `reordered` name a tensor.
+
+        Args:
+            name: A parameter (for its gradient) or a buffer by its dotted name, `input 0` (for its gradient),
+                or `output 0`.
+        """
+        is_reordered = any(each.name == name for each in self.reordered)
+        return is_reordered or any(each.tensors is None or name in each.tensors for each in self.roundings)
 
     @property
     def gap(self) -> float:
@@ -199,7 +211,7 @@ class Plan:
             *([("loss", self.loss)] if self.loss else []),
             *(
                 ("rounding", f"may differ from eager: {text}")
-                for text in (*self.roundings, *reordered_lines(self.reordered))
+                for text in (*map(str, self.roundings), *reordered_lines(self.reordered))
             ),
             *self._gradient_rows(),
             *self._unused_rows(),
@@ -329,13 +341,13 @@ class Plan:
             UsageError: IRC402 when the data is not a plan.
         """
         try:
-            if data["format"] != _FORMAT:
+            if data["format"] not in _READABLE:
                 raise KeyError(data["format"])
             given = (f.name for f in _written() if f.name in data or f.default is MISSING)
             known = {name: data[name] for name in given}
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             known["annotations"] = tuple(AnnotationEffect(**row) for row in known.get("annotations", ()))
-            known["roundings"] = tuple(map(str, known.get("roundings", ())))
+            known["roundings"] = tuple(map(Rounding.from_json, known.get("roundings", ())))
             known["reordered"] = tuple(map(Reordered.from_json, known.get("reordered", ())))
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
             plan = Plan(**known)

@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .graph import Gradients, Graph, InputRole, Node, OutputRole, Trait
-from .types import DType, Storage
+from .graph import Gradients, Graph, InputRole, Node, OutputRole, Region, Trait
+from .types import DType, Storage, Value
 
-__all__ = ["Reordered", "reordered", "reordered_lines"]
+__all__ = [
+    "Reordered",
+    "Rounding",
+    "computed_from",
+    "gradients_through",
+    "reordered",
+    "reordered_lines",
+    "tensor_name",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A reason why numbers of a step may differ from the model's own by rounding; its text is `str` of it.
+
+    Args:
+        text: The numbers and the reason, with the line of the model if it has one.
+        tensors: The tensors that may differ, as `Reordered.name` names them; None for all.
+        is_more: Whether they may differ by more than rounding, as a buffer that eager writes once more.
+    """
+
+    text: str
+    tensors: tuple[str, ...] | None = None
+    is_more: bool = False
+
+    @staticmethod
+    def from_json(row: Any) -> Rounding:
+        """Reads what `asdict` gives, or the text alone, as earlier versions wrote it.
+
+        Raises:
+            ValueError: For something else.
+            LookupError: When something is missing.
+        """
+        if isinstance(row, str):
+            return Rounding(row)
+        text, tensors, is_more = row["text"], row["tensors"], row["is_more"]
+        is_known = (
+            isinstance(text, str) and isinstance(tensors, list | tuple | None) and isinstance(is_more, bool)
+        )
+        if not is_known or not all(isinstance(name, str) for name in tensors or ()):
+            raise ValueError(f"a rounding is {row!r}")
+        return Rounding(text, None if tensors is None else tuple(tensors), is_more)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,30 +164,59 @@ def reordered(graph: Graph, micro_batches: int = 1) -> tuple[Reordered, ...]:
         graph: The step, or that of one micro-batch.
         micro_batches: The number of them, whose gradients are added up.
     """
+    reached = _reached(graph, lambda node: Trait.REORDERED in node.traits)
+    return tuple(_of_all(name, each, micro_batches) for name, each in reached.items())
+
+
+def computed_from(graph: Graph, nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names the tensors that a step leaves that are computed from the results of some nodes."""
+    return tuple(_reached(graph, frozenset(nodes).__contains__))
+
+
+def gradients_through(graph: Graph, values: Iterable[Value]) -> tuple[str, ...]:
+    """Names the tensors whose gradients are computed from the gradients of some values."""
+    before = {value.storage for value in values}
+    for node in reversed(graph.nodes):
+        if node.region is Region.FORWARD and not before.isdisjoint(value.storage for value in node.values):
+            before.update(value.storage for value in node.operands)
+    inputs = (each for each in graph.inputs if each.requires_grad and each.value.storage in before)
+    return tuple(tensor_name(each.role, each.target) for each in inputs)
+
+
+def _reached(graph: Graph, is_off: Callable[[Node], bool]) -> dict[str, _Sum | None]:
+    """The tensors that a step leaves that the results of some nodes reach, by name.
+
+    An output that they reach is one from which the loss computes the gradients of all outputs.
+    """
     reached: dict[Storage, _Sum | None] = {}
     """The storages that may be off: sums of numbers that are not, or (None) computed from such sums."""
-    found: dict[str, _Sum | None] = {}
+    names: dict[str, _Sum | None] = {}
     inputs = {e.value.storage: e for e in reversed(graph.inputs) if e.role is not InputRole.TANGENT}
+    outputs = {o.value.storage for o in graph.outputs if o.value and o.role is OutputRole.OUTPUT}
+    tangents = [e.value.storage for e in graph.inputs if e.role is InputRole.TANGENT]
     for node in graph.nodes:
         is_reached = any(value.storage in reached for value in node.operands)
-        if node.is_view or not (is_reached or Trait.REORDERED in node.traits):
+        if node.is_view or not (is_reached or is_off(node)):
             continue
         what = _sum_of(node, reached)
         for value in node.values:
             reached[value.storage] = what
+            if value.storage in outputs:
+                reached |= dict.fromkeys(tangents)
         entry = inputs.get(node.operands[0].storage) if Trait.EFFECT in node.traits else None
         if entry is not None:
             is_added = node.releases is Gradients.ACCUMULATED
-            found[_named(entry.role, entry.target)] = reached[node.operands[1].storage] if is_added else None
+            name = tensor_name(entry.role, entry.target)
+            names[name] = reached[node.operands[1].storage] if is_added else None
             if not is_added:
                 reached[entry.value.storage] = None
     for output in graph.outputs:
         if output.value is None or output.value.storage not in reached:
             continue
         is_output = output.role is OutputRole.OUTPUT
-        name = f"output {output.target}" if is_output else _named(*output.gradient_of)
-        found[name] = reached[output.value.storage]
-    return tuple(_of_all(name, each, micro_batches) for name, each in found.items())
+        name = f"output {output.target}" if is_output else tensor_name(*output.gradient_of)
+        names[name] = reached[output.value.storage]
+    return names
 
 
 def _of_all(name: str, each: _Sum | None, micro_batches: int) -> Reordered:
@@ -172,7 +245,8 @@ _NAMED = 4
 """The most tensors that a row names."""
 
 
-def _named(role: InputRole, target: str) -> str:
+def tensor_name(role: InputRole, target: str) -> str:
+    """The name of a parameter, a buffer or an input, or of its gradient."""
     return f"input {target}" if role is InputRole.INPUT else target
 
 

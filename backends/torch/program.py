@@ -29,6 +29,7 @@ from ...ir import (
     Output,
     OutputRole,
     Region,
+    Rounding,
     Schedule,
     Storage,
     Trait,
@@ -36,6 +37,7 @@ from ...ir import (
     Value,
     output_dependencies,
     overwritten,
+    tensor_name,
 )
 from ...torch_support.autocast import nodes_that_autocast_sees
 from .emit import LengthForms, NumberSlots, emit_source, is_partial, saved_values
@@ -117,8 +119,17 @@ class Program:
     copies: CopyTable = field(default_factory=CopyTable)
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
     several_uses: Mapping[int, str] = field(default_factory=dict[int, str])
-    noticed_roundings: dict[str, None] = field(default_factory=dict[str, None], compare=False, repr=False)
+    noticed_roundings: dict[Rounding, None] = field(
+        default_factory=dict[Rounding, None], compare=False, repr=False
+    )
     autocast_sees: tuple[Node, ...] = ()
+
+    def gradients_through(self, output: int) -> tuple[str, ...]:
+        """Names the tensors whose gradients are computed from that of an output."""
+        released = [(at.index, at.depends) for at in self.released.values()]
+        returned = [(k, self.depends[g]) for k, g in enumerate(self.gradients) if g is not None]
+        indices = [k for k, outputs in (*released, *returned) if output in outputs]
+        return tuple(tensor_name(self.statics[k].role, self.statics[k].target) for k in indices)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

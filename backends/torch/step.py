@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
+from ...ir import BackwardError, Gradients, Input, Rounding, TierError, UnsupportedError, tensor_name
 from ...torch_support.autocast import autocast_state, would_cast
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
@@ -161,10 +161,13 @@ def _notice_other_terms(program: Program, index: int, leaf: Tensor, gradient: Te
         handle.remove()
         is_same = backward == torch._C._current_graph_task_id()  # one that failed may have left its hook
         if is_same and total.data_ptr() != data:
-            program.noticed_roundings[
+            static = program.statics[index]
+            rounding = Rounding(
                 f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
-                "the loop adds to it (another forward, a penalty)"
-            ] = None
+                "the loop adds to it (another forward, a penalty)",
+                (tensor_name(static.role, static.target),),
+            )
+            program.noticed_roundings[rounding] = None
 
     handle = leaf.register_hook(check)
     cast("Any", leaf._backward_hooks).move_to_end(handle.id, last=False)
@@ -209,11 +212,13 @@ def _notice_layouts(program: Program, gradients: tuple[Tensor | None, ...]) -> N
             continue
         axes = zip(gradient.shape, gradient.stride(), tangent.value.type.strides, strict=True)
         if any(size > 1 and own != planned for size, own, planned in axes):
-            program.noticed_roundings[
+            rounding = Rounding(
                 f"gradients through output {index}, whose own gradient came with strides "
                 f"{list(gradient.stride())} and was planned with {list(tangent.value.type.strides)}: sums "
-                "run in another order; pass loss= to irc.optimize, or make it contiguous"
-            ] = None
+                "run in another order; pass loss= to irc.optimize, or make it contiguous",
+                program.gradients_through(index),
+            )
+            program.noticed_roundings[rounding] = None
 
 
 def _check_backward(ctx: Any, program: Program, inputs: list[Tensor], given: frozenset[int]) -> None:

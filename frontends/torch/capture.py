@@ -42,6 +42,7 @@ from ...ir import (
     IrcError,
     Origin,
     OutputRole,
+    Rounding,
     Sharing,
     Signature,
     Slot,
@@ -108,7 +109,7 @@ class Captured:
         signature: The mapping of the module's arguments and result to the graph's inputs and outputs.
         constants: Tensors that the module's code creates from nothing, by `Input.target`.
         loss: The loss that is assumed, in words.
-        roundings: Descriptions of numbers that may differ from eager's by rounding.
+        roundings: The numbers that may differ from eager's by rounding.
         eager: The memory of the step as it is written; None if it is not known.
         mode: The mode in which the module was traced.
         generators: The user's generators that it draws from, by their names in the graph.
@@ -120,7 +121,7 @@ class Captured:
     signature: Signature
     constants: Mapping[str, Tensor]
     loss: str = ""
-    roundings: tuple[str, ...] = ()
+    roundings: tuple[Rounding, ...] = ()
     eager: EagerMemory | None = None
     mode: TraceMode = TRACE_MODES[0]
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
@@ -170,7 +171,7 @@ class _Flat(nn.Module):
         self.branches: Branches | None = None
         self.without_gradients: list[str] = []
         self.stepwise = stepwise
-        self.layers: set[str] = set()
+        self.layers: dict[str, set[str]] = {}
         self.parts: set[str] = set()
         self.mode = TRACE_MODES[0]
         self.first_failure: UnsupportedError | None = None

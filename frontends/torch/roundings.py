@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Sharing, UnsupportedError, Value
+from ...ir import (
+    Delivery,
+    Graph,
+    InputRole,
+    Origin,
+    OutputRole,
+    Region,
+    Rounding,
+    Sharing,
+    UnsupportedError,
+    Value,
+    computed_from,
+    gradients_through,
+    tensor_name,
+)
 
 __all__ = ["roundings"]
 
@@ -12,20 +26,21 @@ __all__ = ["roundings"]
 def roundings(
     graph: Graph,
     trained: Iterable[Delivery],
-    recurrent: Iterable[str],
+    recurrent: Mapping[str, Iterable[str]],
     parts: Iterable[str],
     apart: Iterable[str],
     reentrant: Mapping[str, str],
     written: Mapping[str, Sequence[str]],
     *,
     as_compiled: UnsupportedError | None,
-) -> Iterator[str]:
+) -> Iterator[Rounding]:
     """Describes what may differ from eager's numbers by rounding, each with the reason.
 
     Args:
         graph: The training graph.
         trained: The leaves of the result that the loss may use and that require a gradient.
-        recurrent: The functions of recurrent layers, such as `gru`, that round in another way.
+        recurrent: The lines that call recurrent layers that round in another way, by their functions, such as
+            `gru`.
         parts: The lines that compute in place in parts of tensors.
         apart: The decompositions of which the loss may use the values alone, such as `svd`.
         reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
@@ -35,7 +50,7 @@ def roundings(
     trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
     if as_compiled is not None:
         at = f" ({as_compiled.at})" if as_compiled.at else ""
-        yield (
+        yield Rounding(
             f"all numbers: {as_compiled.message.splitlines()[0]}{at}, so it is planned as if compiled "
             "(torch.compiler.is_compiling() is true); where it then computes in another way, these are its "
             "numbers"
@@ -47,32 +62,61 @@ def roundings(
         entry = statics[place]
         has_view = any(delivery.index == place and delivery.view is not None for delivery in returned)
         if entry.requires_grad and _readers(graph, entry.value) > (0 if has_view else 1):
-            yield (
+            yield Rounding(
                 f"the gradient of {entry.role.value} {entry.target}, which the model returns too: eager adds "
-                "its uses to that of the result one by one"
+                "its uses to that of the result one by one",
+                (tensor_name(entry.role, entry.target),),
             )
     for place in sorted({d.index for d in trained if d.origin is Origin.OUTPUT}):
-        yield (
+        yield Rounding(
             f"gradients through output {outputs[place].target}, of which another output is a view: eager "
-            "adds them to those of its other uses one by one"
+            "adds them to those of its other uses one by one",
+            _through(graph, [outputs[place].value]),
         )
     for name, line in sorted(reentrant.items()):
-        yield (
+        yield Rounding(
             f"the gradient of parameter {name}, which a reentrant checkpoint{line} reads beside other code: "
-            "eager adds what each checkpoint makes of it to .grad by itself"
+            "eager adds what each checkpoint makes of it to .grad by itself",
+            (name,),
         )
     for line, buffers in sorted(written.items()):
-        yield (
-            f"buffers {', '.join(sorted(set(buffers)))}, which the checkpoint{line} writes: eager writes "
-            "again when backward runs the checkpoint again, and a plan does once a step"
+        names = tuple(sorted(set(buffers)))
+        yield Rounding(
+            f"buffers {', '.join(names)}, which the checkpoint{line} writes: eager writes "
+            "again when backward runs the checkpoint again, and a plan does once a step",
+            names,
+            is_more=True,
         )
-    for name in sorted(set(recurrent)):
-        kind = name.partition("_")[0].upper()
-        yield f"numbers of {kind} layers: eager sums in other orders"
+    for name, lines in sorted(recurrent.items()):
+        kind, places = name.partition("_")[0].upper(), sorted(set(lines))
+        yield Rounding(
+            f"numbers of {kind} layers ({', '.join(places)}): eager sums in other orders",
+            _from_lines(graph, places),
+        )
     for line in sorted(set(parts)):
-        yield f"what is computed from the part of a tensor that {line} writes in place: it is planned apart"
+        yield Rounding(
+            f"what is computed from the part of a tensor that {line} writes in place: it is planned apart",
+            _from_lines(graph, [line]),
+        )
     for name in sorted(apart):
-        yield f"gradients through {name}, if the loss uses its values alone: eager leaves out terms of zeros"
+        nodes = (n for n in graph.nodes if n.region is Region.FORWARD and f"linalg_{name}" in n.op)
+        yield Rounding(
+            f"gradients through {name}, if the loss uses its values alone: eager leaves out terms of zeros",
+            _through(graph, [value for node in nodes for value in node.values]),
+        )
+
+
+def _through(graph: Graph, values: Sequence[Value | None]) -> tuple[str, ...] | None:
+    """The tensors whose gradients come through some values; None if it is not known through which."""
+    through = [value for value in values if value is not None]
+    return gradients_through(graph, through) if through else None
+
+
+def _from_lines(graph: Graph, lines: Sequence[str]) -> tuple[str, ...] | None:
+    """The tensors that are computed from what some lines compute; None if no operation has such a line."""
+    nodes = [node for node in graph.nodes if node.at is not None and node.at.source in lines]
+    are_known = {node.at.source for node in nodes if node.at is not None} == set(lines)
+    return computed_from(graph, nodes) if are_known else None
 
 
 def _readers(graph: Graph, value: Value) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from irc.compiler.artifact import read_folder
 from irc.compiler.run import check_folder
 from irc.compiler.training import compare, measured_peak_bytes
+from irc.ir import Rounding
 from irc.tools import cli
 
 QUICK = ("--budget", "90%", "--time-limit", "1")
@@ -98,6 +99,23 @@ def test_a_peak_over_the_plan_is_a_failure(optimize: Path) -> None:
     assert f"of {report.measured_bytes} bytes is over the predicted {plan.peak_bytes}" in predicted
     assert "over the budget of 1000" in budget
     assert "<=" not in report.text()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "is_named"), [((), False), (("0.weight",), False), (("0.bias",), True), (None, True)]
+)
+def test_a_difference_passes_if_the_plan_names_the_tensor(
+    models: Path, optimize: Path, tensors: tuple[str, ...] | None, is_named: bool
+) -> None:
+    """The gradient of one bias of the original is off by a rounding."""
+    spoilt = "layers[0].bias.register_hook(lambda gradient: gradient * (1 + 3e-7))\n    return nn.Sequential"
+    models.write_text(models.read_text().replace("return nn.Sequential", spoilt, 1))
+    written = read_folder(optimize)
+    plan = replace(written.plan, roundings=(Rounding("a reason", tensors),))
+    report = check_folder(replace(written, plan=plan), 1, with_original=True)
+    assert report.comparison is not None and [*report.comparison.numbers[0].off] == ["0.bias"]
+    expected = "the plan keeps the bits of the original, and those of 0.bias differ"
+    assert report.failures == (() if is_named else (expected,))
 
 
 def test_a_plan_file_that_claims_less_fails(optimize: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -420,9 +420,11 @@ def test_a_parameter_of_two_reentrant_checkpoints_is_named_and_cast_in_each(*, c
     original, x = Calls(forward, part=nn.Linear(16, 16)), torch.randn(8, 16).requires_grad_()
     twin = copy.deepcopy(original)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        (text, _) = capture(twin, (x,)).roundings
+        (rounding, _) = capture(twin, (x,)).roundings
         ours = fitted(twin, x)
+    text = str(rounding)
     assert text.startswith("the gradient of parameter part.bias") and "test_torch_annotations.py:" in text
+    assert rounding.tensors == ("part.bias",)
     for module in (original, ours):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             result = module(x)
@@ -441,7 +443,9 @@ def test_buffers_that_a_checkpoint_writes_are_named(*, reentrant: bool) -> None:
 
     original = Calls(forward, part=norm)
     twin, x = copy.deepcopy(original), torch.randn(8, 16).requires_grad_()
-    (text,) = capture(twin, (x,)).roundings
+    (rounding,) = capture(twin, (x,)).roundings
+    text = str(rounding)
+    assert rounding.is_more and rounding.tensors is not None and "part.running_var" in rounding.tensors
     assert (
         text.startswith("buffers part.num_batches_tracked, part.running_mean, part.running_var, which")
         and "test_torch_annotations.py:" in text

@@ -76,6 +76,7 @@ def test_decompositions_of_which_a_loss_may_use_the_values_alone_are_named() -> 
         irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=1, loss=loss)
         for loss in (None, own_loss)
     )
-    assert any("eigh" in rounding for rounding in without_loss.plan.roundings)
-    assert not any("eigh" in rounding for rounding in with_loss.plan.roundings)
+    assert any("eigh" in str(rounding) for rounding in without_loss.plan.roundings)
+    assert [each.tensors for each in without_loss.plan.roundings] == [("layer.weight", "layer.bias")]
+    assert not any("eigh" in str(rounding) for rounding in with_loss.plan.roundings)
     assert_alike(original, with_loss, x)

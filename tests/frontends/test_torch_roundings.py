@@ -27,31 +27,35 @@ class _Net(nn.Module):
 @pytest.mark.parametrize(
     ("result", "named"),
     [
-        (lambda x, hidden, y: (hidden, y), []),
-        (lambda x, hidden, y: (x.detach(), y), []),
-        (lambda x, hidden, y: (hidden, hidden[:, :4].detach(), y), []),
-        (lambda x, hidden, y: (x, y), ["the gradient of input 0"]),
-        (lambda x, hidden, y: (hidden, hidden[:, :4], y), ["gradients through output 0"]),
+        (lambda x, hidden, y: (hidden, y), {}),
+        (lambda x, hidden, y: (x.detach(), y), {}),
+        (lambda x, hidden, y: (hidden, hidden[:, :4].detach(), y), {}),
+        (lambda x, hidden, y: (x, y), {"the gradient of input 0": ("input 0",)}),
+        (
+            lambda x, hidden, y: (hidden, hidden[:, :4], y),
+            {"gradients through output 0": ("first.weight", "first.bias", "input 0")},
+        ),
     ],
 )
 def test_what_may_round_is_named_and_nothing_else_differs(
-    result: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], named: list[str]
+    result: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], named: dict[str, tuple[str, ...]]
 ) -> None:
     torch.manual_seed(0)
     model, x = _Net(result), torch.randn(8, 16, requires_grad=True)
     fitted = irc.optimize(model, (x,), "100%", costs="analytic", time_limit=2)
     roundings = fitted.plan.roundings
-    assert [text.partition(",")[0] for text in roundings] == named
+    assert {str(rounding).partition(",")[0]: rounding.tensors for rounding in roundings} == named
     assert irc.Plan.from_json(fitted.plan.to_json()).roundings == roundings
-    assert all(text in fitted.plan.summary() for text in roundings)
+    assert all(str(rounding) in fitted.plan.summary() for rounding in roundings)
     gradients = list[list[Tensor]]()
+    names = ("input 0", *dict(model.named_parameters()))
     for module in (model, fitted):
         leaves = (x, *model.parameters())
         loss = sum((y.square().sum() * k for k, y in enumerate(module(x), 1)), torch.zeros(()))
         gradients.append(list(torch.autograd.grad(loss, leaves)))
-    for ours, theirs in zip(*gradients, strict=True):
+    for name, ours, theirs in zip(names, *gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
-        assert named or torch.equal(ours, theirs)
+        assert fitted.plan.may_differ(name) or torch.equal(ours, theirs)
 
 
 def test_recurrent_layers_with_the_bits_of_eager_are_not_named() -> None:
@@ -80,7 +84,9 @@ def test_layers_without_gradients_are_named() -> None:
 
     model, x = Around(), torch.randn(4, 2, 3)
     fitted = irc.optimize(model, (x,), "100%", costs="analytic", time_limit=2)
-    assert [text.partition(" layers")[0] for text in fitted.plan.roundings] == ["numbers of LSTM"]
+    (rounding,) = fitted.plan.roundings
+    assert str(rounding).startswith("numbers of LSTM layers (test_torch_roundings.py:")
+    assert rounding.tensors is not None and {*rounding.tensors} == {"head.weight", "head.bias", "output 0"}
     torch.testing.assert_close(fitted(x), model(x))
 
 
@@ -96,7 +102,9 @@ def test_a_model_that_must_be_told_that_it_is_compiled_is_named() -> None:
             return self.layer(x) if bool((x > 0).any()) else x
 
     fitted = irc.optimize(Asks(), (torch.randn(3, 4),), "100%", costs="analytic", time_limit=2)
-    (text,) = fitted.plan.roundings
+    (rounding,) = fitted.plan.roundings
+    text = str(rounding)
+    assert rounding.tensors is None
     assert text.startswith("all numbers: ") and "(x > 0).any()" in text and "test_torch_roundings.py:" in text
     assert "torch.compiler.is_compiling() is true" in text
 
@@ -122,6 +130,7 @@ def test_a_part_that_is_written_in_place_is_named(in_place: bool) -> None:
         assert fitted.plan.roundings == ()
         assert torch.equal(fitted(x), model(x))
         return
-    (text,) = fitted.plan.roundings
-    assert "test_torch_roundings.py" in text and "in place" in text
+    (rounding,) = fitted.plan.roundings
+    assert "test_torch_roundings.py" in str(rounding) and "in place" in str(rounding)
+    assert rounding.tensors is not None and {*rounding.tensors} == {"output 0", "layer.weight", "layer.bias"}
     torch.testing.assert_close(fitted(x), model(x))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from irc.ir import AnnotationEffect, Decision, Plan, Policy, UsageError
+from irc.ir import AnnotationEffect, Decision, Plan, Policy, Rounding, UsageError
 
 amounts = st.integers(0, 1 << 60)
 fractions = st.floats(0, 1e6)
@@ -184,6 +184,19 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert caught.value.code == "IRC402"
 
 
+def test_roundings_are_read_as_they_are_written() -> None:
+    roundings = Rounding("all numbers"), Rounding("buffer b", ("b",), is_more=True)
+    plan = replace(PLAN, roundings=roundings)
+    written = json.loads(json.dumps(plan.to_json()))
+    assert Plan.from_json(written) == replace(plan, memory=None)
+    texts = {**written, "format": "irc-plan-1", "roundings": ["all numbers", "buffer b"]}
+    assert Plan.from_json(texts).roundings == (Rounding("all numbers"), Rounding("buffer b"))
+    assert Plan.from_json(texts).may_differ("a") and not replace(PLAN, roundings=roundings[1:]).may_differ(
+        "a"
+    )
+    assert plan.roundings == roundings and plan.may_differ("b")
+
+
 def changed(**values: Any) -> str:
     return json.dumps({**PLAN.to_json(), **values})
 
@@ -197,8 +210,8 @@ def changed(**values: Any) -> str:
         "3",
         "null",
         "{}",
-        json.dumps({"format": "irc-plan-1"}),
-        changed(format="irc-plan-2"),
+        json.dumps({"format": "irc-plan-2"}),
+        changed(format="irc-plan-3"),
         changed(format=None),
         changed(budget_bytes="4GiB"),
         changed(budget_bytes=1.5),

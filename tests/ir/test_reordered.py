@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from irc.ir import Reordered, VerificationError, parse_graph, reordered, verify_graph
+from irc.ir import (
+    Reordered,
+    Rounding,
+    VerificationError,
+    computed_from,
+    gradients_through,
+    parse_graph,
+    reordered,
+    verify_graph,
+)
 
 TEXT = """\
 graph loss_bytes=0 {
@@ -76,11 +86,24 @@ def test_a_marked_product_reaches_what_is_computed_from_it() -> None:
     graph = parse_graph(
         TEXT.replace("%y: float32[6,2]{2,1} @y", "%y: float32[6,2]{2,1} @y traits(reordered)")
     )
-    assert reordered(graph)[1:] == (
-        Reordered("output 0", 2, 2 * gamma(2)),
-        Reordered("w", 13, 2 * gamma(13)),
-        Reordered("input 0"),
-    )
+    names = ("output 0", "w", "u", "input 0")
+    assert reordered(graph)[1:] == (Reordered("output 0", 2, 2 * gamma(2)), *map(Reordered, names[1:]))
+    assert computed_from(graph, graph.nodes[:1]) == ("b", *names)  # the loss computes %t from it
+    assert computed_from(graph, graph.nodes[3:4]) == ("b", "w", "u", "input 0")
+
+
+def test_the_gradients_through_an_output_are_those_of_what_it_is_computed_from() -> None:
+    graph = parse_graph(TEXT)
+    assert gradients_through(graph, [graph.nodes[0].values[0]]) == ("w", "input 0")
+
+
+def test_a_rounding_is_read_as_it_is_written() -> None:
+    roundings = Rounding("all numbers"), Rounding("buffer b", ("b",), is_more=True)
+    assert [Rounding.from_json(asdict(each)) for each in roundings] == [*roundings]
+    assert Rounding.from_json("all numbers") == roundings[0]
+    for row in ({"text": 1, "tensors": None, "is_more": False}, {"text": "", "tensors": [1], "is_more": 0}):
+        with pytest.raises(ValueError, match="a rounding is"):
+            Rounding.from_json(row)
 
 
 def test_in_16_bits_each_part_is_rounded_once_more() -> None:

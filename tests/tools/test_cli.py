@@ -112,7 +112,7 @@ def test_the_journey_of_an_onnx_file(irc: Run, tmp_path: Path) -> None:
 def test_optimize_as_json(irc: Run, models: Path) -> None:
     status, text, _ = irc("optimize", f"{models}:mlp", "--budget", "80%", "--json", *FAST)
     plan = json.loads(text)
-    assert status == 0 and plan["format"] == "irc-plan-1"
+    assert status == 0 and plan["format"] == "irc-plan-2"
     wanted = """budget_bytes peak_bytes baseline_peak_bytes static_bytes minimum_budget_bytes floor_bytes
         step_seconds overhead lower_bound_overhead proven_optimal strategy costs decisions gap
         seconds_to_plan"""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....ir import TimeLimitError
+from ..source_lines import user_line
 
 __all__ = ["RecurrentLayers"]
 
@@ -39,9 +41,10 @@ class RecurrentLayers(TorchFunctionMode):
         time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
 
     Attributes:
-        rounding: The functions of the layers that differ from eager's numbers by rounding: an LSTM's kernel
-            sums in another order than its time steps, and without gradients than in training; a GRU's gates,
-            written in place, go through other vectors of the processor if its sequences are packed.
+        rounding: The lines that call layers that differ from eager's numbers by rounding, by the function: an
+            LSTM's kernel sums in another order than its time steps, and without gradients than in training; a
+            GRU's gates, written in place, go through other vectors of the processor if its sequences are
+            packed.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class RecurrentLayers(TorchFunctionMode):
         self.has_kernels = has_kernels
         self.writes_in_place = writes_in_place
         self.time_limit = time_limit
-        self.rounding: set[str] = set()
+        self.rounding: dict[str, set[str]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -62,18 +65,22 @@ class RecurrentLayers(TorchFunctionMode):
         runs_kernel = name == "lstm" and _runs_kernel(args)
         if runs_kernel and self.has_kernels:
             if not torch.is_grad_enabled():
-                self.rounding.add(name)
+                self._note(name)
             return _by_kernel(*args)
         _check_steps(args, self.time_limit)
         layer = _gru_layer if name == "gru" and not _is_packed(args) and self._traces_gates(args[0]) else func
         if runs_kernel or (name == "gru" and layer is func):
-            self.rounding.add(name)
+            self._note(name)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
             return _layer_by_layer(layer, args)
         finally:
             torch._C._set_mkldnn_enabled(enabled)
+
+    def _note(self, name: str) -> None:
+        line = user_line(sys._getframe(2))
+        self.rounding.setdefault(name, set()).add(line or "a library")
 
     def _traces_gates(self, data: Tensor) -> bool:
         return not self.writes_in_place and data.device.type in _ON_HOST

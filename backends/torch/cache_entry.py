@@ -26,7 +26,6 @@ from .guards.guard_failure import (
     GuardFailure,
     attribute_failure,
     autocast_failure,
-    code_failure,
     constant_failure,
     forward_failure,
     generators_failure,
@@ -262,18 +261,18 @@ class CacheEntry:
             held = vars(call.root.get_submodule(each.module) if each.module else call.root)
             if type(held.get(each.name)) is not type(each.before):
                 path = f"{each.module}.{each.name}".strip(".")
-                return partial(attribute_failure, path, attribute(held, each.name), each.before)
+                return partial(attribute_failure, _attribute(path), attribute(held, each.name), each.before)
         if call.autocast != self.compiled.signature.autocast:
             return partial(autocast_failure, call.autocast, self.compiled.signature.autocast)
         if (changed := self._code.differing()) is not None:
-            return partial(code_failure, *changed)
+            return partial(attribute_failure, *changed, use="the forward's code names")
         return None if self._reads.holds(vars(call.root)) else self._check_attributes(call)
 
     def _check_attributes(self, call: CallKey) -> Explain | None:
         held = vars(call.root)
         for name, planned in self.compiled.reads:
             if not has(held, ((name, planned),)):
-                return partial(attribute_failure, name, attribute(held, name), planned)
+                return partial(attribute_failure, _attribute(name), attribute(held, name), planned)
         self._reads = Reads(held, self.compiled.reads)
         return None
 
@@ -339,7 +338,7 @@ class CacheEntry:
         for index, name, wanted in self.compiled.tensor_reads:
             if not has(held := vars(inputs[index]), ((name, wanted),)):
                 path = f"{_name(self.compiled.program.statics[index])}.{name}"
-                return partial(attribute_failure, path, attribute(held, name), wanted)
+                return partial(attribute_failure, _attribute(path), attribute(held, name), wanted)
         if failure := self._check_sharing(inputs):
             return failure
         if self._generators or self.compiled.program.generators:
@@ -451,6 +450,10 @@ def check_tensor(tensor: Tensor, static: Input) -> None:
 
 def _name(static: Input) -> str:
     return f"{static.role.value} {static.label}"
+
+
+def _attribute(path: str) -> str:
+    return f"attribute {path!r}"
 
 
 def _address(tensor: Tensor) -> int:

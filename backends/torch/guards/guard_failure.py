@@ -26,7 +26,6 @@ __all__ = [
     "GuardFailure",
     "attribute_failure",
     "autocast_failure",
-    "code_failure",
     "constant_failure",
     "forward_failure",
     "nesting_failure",
@@ -238,23 +237,13 @@ def state_failure(now: ModuleState, planned: State, names: Names) -> GuardFailur
     )
 
 
-def attribute_failure(name: str, now: object, planned: object) -> GuardFailure:
-    """Describes an attribute of the root that the forward reads and that has changed."""
+def attribute_failure(
+    name: str, now: object, planned: object, use: str = "the forward reads"
+) -> GuardFailure:
+    """Describes an attribute or a global of which the forward makes some use and that has changed."""
     return GuardFailure(
         "IRC507",
-        f"attribute {name!r}, which the forward reads, has changed since the plan: "
-        f"{differing(planned, now)} is now {differing(now, planned)}",
-        "call irc.optimize again",
-        changing=f"attribute {name!r}",
-        advice="hold it in a buffer",
-    )
-
-
-def code_failure(name: str, now: object, planned: object) -> GuardFailure:
-    """Describes an attribute of a class, or a global, that the forward's code names and that has changed."""
-    return GuardFailure(
-        "IRC507",
-        f"{name}, which the forward's code names, has changed since the plan: "
+        f"{name}, which {use}, has changed since the plan: "
         f"{differing(planned, now)} is now {differing(now, planned)}",
         "call irc.optimize again",
         changing=name,

@@ -1,25 +1,22 @@
 """Traces the BatchNorm of cuDNN by the operation that chooses its kernel as eager does."""
 
-# The kernels of torch's tracer have no public interface.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
+from .python_kernels import with_kernels
+
 __all__ = ["batch_norm_of_eager"]
 
 _CUDNN: Any = torch.ops.aten.cudnn_batch_norm.default
 
 
-@contextlib.contextmanager
-def batch_norm_of_eager() -> Generator[None]:
+def batch_norm_of_eager() -> contextlib.AbstractContextManager[None]:
     """Keeps BatchNorm in training on cuDNN: torch's tracer takes torch's own kernel, which rounds otherwise.
 
     Without running statistics, and in evaluation, it is traced as torch's own kernel.
@@ -40,10 +37,4 @@ def batch_norm_of_eager() -> Generator[None]:
             return theirs(data, weight, bias, mean, variance, training, momentum, eps)
         return torch.ops.aten._batch_norm_with_update(data, weight, bias, mean, variance, momentum, eps)
 
-    _CUDNN.py_kernels[DispatchKey.Autograd] = traced
-    _CUDNN._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        _CUDNN.py_kernels[DispatchKey.Autograd] = theirs
-        _CUDNN._dispatch_cache.clear()
+    return with_kernels({_CUDNN: {DispatchKey.Autograd: traced}})

@@ -1,13 +1,13 @@
 """Refuses operations whose kernels compute products that autocast casts, which no trace sees."""
 
-# The kernels that Python adds to an operation have no public interface.
+# Torch's dispatchers have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._C import DispatchKey
 
 from ....ir import Location, UnsupportedError
 from ..source_lines import user_line
+from .python_kernels import with_kernels
 
 __all__ = ["refuse_casts_within"]
 
@@ -43,21 +44,10 @@ def _kernel(operation: Any) -> Callable[..., Tensor]:
     return kernel
 
 
-@contextlib.contextmanager
-def refuse_casts_within() -> Generator[None]:
+def refuse_casts_within() -> contextlib.AbstractContextManager[None]:
     """Refuses them under autocast, which casts within the kernel; a step calls the kernel without it.
 
     Raises:
         UnsupportedError: IRC352, from the forward that calls one of these under autocast.
     """
-    before = [(operation, dict(operation.py_kernels)) for operation in _NAMES]
-    for operation in _NAMES:
-        operation.py_kernels[DispatchKey.Autograd] = _kernel(operation)
-        operation._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for operation, kernels in before:
-            operation.py_kernels.clear()
-            operation.py_kernels.update(kernels)
-            operation._dispatch_cache.clear()
+    return with_kernels({each: {DispatchKey.Autograd: _kernel(each)} for each in _NAMES})

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .python_kernels import with_kernels
 
 __all__ = ["composite_operations"]
 
@@ -78,24 +79,11 @@ def _overloads() -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-@contextlib.contextmanager
-def composite_operations() -> Generator[None]:
+def composite_operations() -> contextlib.AbstractContextManager[None]:
     """Lets interpolation and a few others be traced as one operation, and dropout with eager's rounding.
 
     Taken apart into indexing and sums, interpolation would take several times the memory, and round in
     another order.
     """
-    before = [(operation, dict(operation.py_kernels)) for operation in (*_overloads(), _DROPOUT)]
-    for operation, _ in before:
-        for level in _LEVELS:
-            operation.py_kernels.pop(level, None)
-            if operation is _DROPOUT:
-                operation.py_kernels[level] = _dropout
-        operation._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for operation, kernels in before:
-            operation.py_kernels.clear()
-            operation.py_kernels.update(kernels)
-            operation._dispatch_cache.clear()
+    own = dict.fromkeys(_overloads()) | {_DROPOUT: _dropout}
+    return with_kernels({operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()})

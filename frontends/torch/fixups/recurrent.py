@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,24 +95,49 @@ def _is_packed(args: tuple[Any, ...]) -> bool:
     return not isinstance(args[3], bool)
 
 
-def _gru_layer(
-    x: Tensor,
-    states: Tensor,
-    weights: list[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor]:
+class _Stack(NamedTuple):
+    """The arguments of a stack of recurrent layers whose sequences are not packed; an LSTM has two states."""
+
+    x: Tensor
+    states: Any
+    weights: list[Tensor]
+    has_biases: bool
+    layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    def timed(self, data: Tensor) -> Tensor:
+        """Exchanges time and batch, if the batch comes first."""
+        return data.transpose(0, 1) if self.batch_first else data
+
+    def weights_of(self, place: int) -> list[Tensor]:
+        """The weights of one direction of a layer."""
+        count = len(self.weights) // (self.layers * self.directions)
+        return self.weights[count * place : count * (place + 1)]
+
+    def joined(self, outputs: list[Tensor]) -> Tensor:
+        """The output of a layer, from those of its directions."""
+        return torch.cat(outputs, -1) if self.bidirectional else outputs[0]
+
+    def dropped_before(self, layer: int, data: Tensor) -> Tensor:
+        """What a layer reads: the layer before it goes through dropout."""
+        return torch.dropout(data, self.dropout, True) if layer and self.dropout and self.train else data
+
+
+def _gru_layer(*args: Any) -> tuple[Tensor, Tensor]:
     """The output of one layer of a GRU, and its final states, by the operations of eager in their order."""
-    x = x.transpose(0, 1) if batch_first else x
-    each = 4 if has_biases else 2
+    stack = _Stack(*args)
+    x = stack.timed(stack.x)
     outputs: list[Tensor] = []
     final: list[Tensor] = []
-    for place, state in enumerate(states.unbind(0)):
-        w, r, *biases = weights[each * place : each * (place + 1)]
+    for place, state in enumerate(stack.states.unbind(0)):
+        w, r, *biases = stack.weights_of(place)
         steps = functional.linear(x, w, *biases[:1]).unbind(0)
         hidden: list[Tensor] = []
         for gates in reversed(steps) if place else steps:
@@ -120,8 +145,7 @@ def _gru_layer(
             hidden.append(state)
         outputs.append(torch.stack(hidden[::-1] if place else hidden))
         final.append(state)
-    y = torch.cat(outputs, -1) if bidirectional else outputs[0]
-    return (y.transpose(0, 1) if batch_first else y), torch.stack(final)
+    return stack.timed(stack.joined(outputs)), torch.stack(final)
 
 
 def _gru_cell(gates: Tensor, hidden: Tensor, r: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -148,7 +172,8 @@ def _check_steps(args: tuple[Any, ...], time_limit: float) -> None:
     if _is_packed(args):
         steps, layers, bidirectional = args[1].shape[0], args[5], args[8]
     else:
-        steps, layers, bidirectional = args[0].shape[1 if args[8] else 0], args[4], args[7]
+        stack = _Stack(*args)
+        steps, layers, bidirectional = stack.timed(stack.x).shape[0], stack.layers, stack.bidirectional
     least = steps * layers * (2 if bidirectional else 1) * _LEAST_SECONDS
     if least > time_limit:
         raise TimeLimitError(
@@ -184,42 +209,28 @@ def _has_kernel(dtypes: set[torch.dtype]) -> bool:
     return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and in_halves)
 
 
-def _by_kernel(
-    x: Tensor,
-    states: tuple[Tensor, Tensor],
-    weights: list[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
+def _by_kernel(*args: Any) -> tuple[Tensor, ...]:
     """Calls oneDNN's LSTM for each layer and direction, as torch does in eager."""
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
-    h, c = (state.contiguous() for state in states)
-    directions = 2 if bidirectional else 1
-    each = len(weights) // (layers * directions)
+    stack = _Stack(*args)
+    x = stack.timed(stack.x).contiguous()
+    h, c = (state.contiguous() for state in stack.states)
+    flags = (stack.has_biases, stack.bidirectional, stack.batch_first, stack.train)
+    numbers = ([], _LSTM, h.shape[2], stack.layers, *flags)
     final: list[tuple[Tensor, Tensor]] = []
-    for layer in range(layers):
-        if layer and dropout and train:
-            x = torch.dropout(x, dropout, True)
+    for layer in range(stack.layers):
+        x = stack.dropped_before(layer, x)
         outputs: list[Tensor] = []
-        for place in range(directions * layer, directions * (layer + 1)):
-            own = list(weights[each * place : each * (place + 1)])
-            own += [] if has_biases else [torch.zeros_like(weight) for weight in own]
-            numbers = ([], _LSTM, h.shape[2], layers, has_biases, bidirectional, batch_first, train)
-            reverse = place > directions * layer
+        for place in range(stack.directions * layer, stack.directions * (layer + 1)):
+            own = list(stack.weights_of(place))
+            own += [] if stack.has_biases else [torch.zeros_like(weight) for weight in own]
+            reverse = place > stack.directions * layer
             y, *after, _ = torch.ops.aten.mkldnn_rnn_layer.default(
                 x, *own, h[place], c[place], reverse, *numbers
             )
             outputs.append(y)
             final.append((after[0], after[1]))
-        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-    return (
-        x.transpose(0, 1) if batch_first else x,
-        *(torch.stack(parts) for parts in zip(*final, strict=True)),
-    )
+        x = stack.joined(outputs)
+    return (stack.timed(x), *(torch.stack(parts) for parts in zip(*final, strict=True)))
 
 
 def _steps_of_eager(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -235,25 +246,27 @@ def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
 
     Args:
         func: `torch.lstm` or another of its kind.
-        args: input, state (a tensor, or for LSTM two), weights, has biases, layers, dropout, train,
-            bidirectional, batch first. Packed sequences are passed on.
+        args: Those of `_Stack`. Packed sequences are passed on.
     """
     if _is_packed(args):
         return func(*args)
-    x, state, weights, biases, layers, dropout, train, bidirectional, batch_first = args
-    states = [state] if isinstance(state, Tensor) else list(state)
-    directions = 2 if bidirectional else 1
-    each = len(weights) // layers
+    stack = _Stack(*args)
+    x = stack.x
+    states = [stack.states] if isinstance(stack.states, Tensor) else list(stack.states)
     final: list[list[Tensor]] = [[] for _ in states]
-    for layer in range(layers):
-        if layer and dropout and train:
-            x = torch.dropout(x, dropout, True)
-        own = [s[directions * layer : directions * (layer + 1)] for s in states]
-        own_state = own[0] if isinstance(state, Tensor) else tuple(own)
-        own_weights = weights[each * layer : each * (layer + 1)]
+    for layer in range(stack.layers):
+        places = range(stack.directions * layer, stack.directions * (layer + 1))
+        own = [state[places.start : places.stop] for state in states]
+        one = stack._replace(
+            x=stack.dropped_before(layer, x),
+            states=own[0] if isinstance(stack.states, Tensor) else tuple(own),
+            weights=[weight for place in places for weight in stack.weights_of(place)],
+            layers=1,
+            dropout=0.0,
+        )
         with _steps_of_eager(x.device):
-            x, *after = func(x, own_state, own_weights, biases, 1, 0.0, train, bidirectional, batch_first)
-        for parts, part, given in zip(final, after, own, strict=True):
+            x, *after = func(*one)
+        for parts, part, state in zip(final, after, own, strict=True):
             # before torch 2.13 the decomposition of a layer returned its final states with one axis more
-            parts.append(part if part.shape == given.shape else part.reshape(given.shape))
+            parts.append(part if part.shape == state.shape else part.reshape(state.shape))
     return (x, *(torch.cat(parts) for parts in final))

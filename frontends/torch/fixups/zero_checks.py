@@ -1,17 +1,19 @@
 """Traces the gradients of products, whose formula eager chooses by the data: whether a factor is zero."""
 
-# The kernels that Python adds to an operation have no public interface.
+# Torch's dispatchers have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+
+from .python_kernels import with_kernels
 
 __all__ = ["gradients_by_zeros"]
 
@@ -83,17 +85,6 @@ def _kernel(operation: Any) -> Callable[..., Tensor]:
     return kernel
 
 
-@contextlib.contextmanager
-def gradients_by_zeros() -> Generator[None]:
+def gradients_by_zeros() -> contextlib.AbstractContextManager[None]:
     """Lets the gradients of products be traced both with zeros and without."""
-    before = [(operation, dict(operation.py_kernels)) for operation in _WITHOUT_ZEROS]
-    for operation in _WITHOUT_ZEROS:
-        operation.py_kernels[DispatchKey.Autograd] = _kernel(operation)
-        operation._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for operation, kernels in before:
-            operation.py_kernels.clear()
-            operation.py_kernels.update(kernels)
-            operation._dispatch_cache.clear()
+    return with_kernels({each: {DispatchKey.Autograd: _kernel(each)} for each in _WITHOUT_ZEROS})

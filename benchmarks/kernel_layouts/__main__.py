@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, each in sorted(examined.items())
         if each.laws and any(law != "" for law in each.laws)
     }
-    given.json.write_text(json.dumps({"laws": laws}, indent=1) + "\n")
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in laws.items())
+    given.json.write_text(f"{{\n{rows}\n}}\n")
     missing = [name for name in names if name not in operations or not examined[operations[name]].calls]
     crashed = [name for name, each in sorted(examined.items()) if each.calls and each.laws is None]
     called = sum(each.calls > 0 for each in examined.values())

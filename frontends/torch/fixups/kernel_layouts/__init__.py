@@ -80,7 +80,7 @@ def known_laws() -> tuple[Laws, bool]:
     tables = {_version(path.stem): path for path in _FOLDER.glob("*.json")}
     own = _version(torch.__version__)
     chosen = max((version for version in tables if version <= own), default=min(tables))
-    return json.loads(tables[chosen].read_text())["laws"], chosen == own
+    return json.loads(tables[chosen].read_text()), chosen == own
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -1,35 +1,18 @@
 """The pass that lets operations write into memory whose numbers nothing needs any more, as the model does."""
 
-# Schemas of operations, and the identity of a storage, have no public name.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from ...ir import (
-    Argument,
-    Graph,
-    Node,
-    Region,
-    Storage,
-    TensorType,
-    Trait,
-    Value,
-    allocation_bytes,
-    overwritten,
-    values_in,
-)
-from ...torch_support.arguments import to_torch
-from ...torch_support.operations import OWN_FUNCTIONS, function_of, overload_of
+from ...ir import Graph, Node, Region, Storage, Trait, Value, overwritten, values_in
+from ...torch_support.written_forms import in_place_form, out_form
 from ..program import Program
+from .storage_places import Places, Step, fills, is_same_place
 
 __all__ = ["WriteInPlace"]
 
@@ -51,9 +34,6 @@ _COPYING = frozenset(
     )
 )
 """Other operations that copy their first operand as a whole before they write into it."""
-
-_KEEPS_OFFSET = frozenset((*_REGIONS, "aten.copy.default"))
-"""Operations whose result lies in its storage where the first operand lies in its own."""
 
 _COPY = "aten.copy_.default"
 _AS_STRIDED = "aten.as_strided.default"
@@ -103,26 +83,13 @@ def _is_candidate(node: Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a value lies in its storage."""
-
-    storage: Storage
-    offset: int
-    type: TensorType
-
-
-_Step = tuple[str, tuple[Argument, ...]]
-"""A view: its operation, and the arguments behind the first."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """A part of a tensor that is written.
 
     Args:
         anchor: What lies in the memory of the tensor.
         step: The view of the anchor that is the part.
-        region: Where the part lies.
+        region: Where the part lies, as of `Places`.
         source: What it becomes.
         scatters: The operations that made a copy with that part replaced: of the tensor, of a part of it, and
             so on.
@@ -132,8 +99,8 @@ class _Part:
     """
 
     anchor: Value
-    step: _Step
-    region: _Place
+    step: Step
+    region: Tensor
     source: Value
     scatters: Sequence[Node]
     dropped: Sequence[Node]
@@ -167,7 +134,7 @@ class _Writer:
         for node in graph.operations:
             for value in node.values:
                 self.makers[value.storage].append(value)
-        self.places: dict[Value, _Place | None] = {}
+        self.places = Places(self._maker)
         self.before: dict[str, list[str]] = defaultdict(list)
         """The nodes that are added right before one."""
         self.is_changed = False
@@ -190,14 +157,14 @@ class _Writer:
     def _write_whole(self, node: Node) -> None:
         """Lets an operation write its result over its first operand, which has the type of the result."""
         target = node.arguments[0] if node.arguments else None
-        op = _in_place_op(node)
+        op = in_place_form(node.op)
         if op is None or not isinstance(target, Value) or node.is_sequence or len(node.values) != 1:
             return
         (result,) = node.values
-        place = self._place(target)
-        if place is None or result.type != target.type or place.offset or not _fills(target):
+        place = self.places.of(target)
+        if place is None or result.type != target.type or place.storage_offset() or not fills(target):
             return
-        if not _fills(result) or not self._is_free(target.storage, node, {node.name}):
+        if not fills(result) or not self._is_free(target.storage, node, {node.name}):
             return
         if _reads(node, target, 1):
             return
@@ -208,10 +175,10 @@ class _Writer:
         """Lets the operation that makes a part of a tensor write there, or copies the part there."""
         (result,) = node.values
         base, part = _operand(node, 0), self._part(node)
-        place = self._place(base)
-        if part is None or place is None or part.source.type.shape != part.region.type.shape:
+        place = self.places.of(base)
+        if part is None or place is None or part.source.type.shape != part.region.shape:
             return
-        if result.type != base.type or not _is_whole(base.type, base.storage, place.offset):
+        if result.type != base.type or place.storage_offset() or not fills(base):
             return
         if result.storage.nbytes != base.storage.nbytes:
             return
@@ -219,30 +186,26 @@ class _Writer:
         target = None if write is None else write.written_operand
         if write is None or target is None:
             return
-        written = self._place(target)
-        assert written is not None
         made = Value(f"{node.name}_part", target.type, result.storage)
         self._put(replace(write, results=(made,), annotation=node.annotation or write.annotation))
-        self._put(_seen_whole(node, made, place))
-        self.places[made] = replace(written, storage=result.storage)
-        self.places[result] = replace(place, storage=result.storage)
+        self._put(_seen_whole(node, made))
+        self.places.move(result, made, target)
         self.makers[result.storage] = [made]
         self._take(base.storage, write.name)
 
     def _part(self, node: Node) -> _Part | None:
         """Finds what is written in the end if a part of a tensor is made of a part of that, and so on."""
         anchor, source, step = _operand(node, 0), _operand(node, 1), _step_of(node)
-        region = self._viewed(anchor, step)
+        region = self.places.viewed(anchor, step)
         scatters, dropped = [node], list[Node]()
         while region is not None:
             maker, views = self._behind(source, scatters[-1])
             if maker is not None and maker.op in _REGIONS and not maker.keywords:
                 inner = _operand(maker, 0)
-                place = self._place(inner)
-                if place is None or _through(place, views) != region:
+                if not is_same_place(self.places.through(inner, views), region):
                     return _Part(anchor, step, region, source, scatters, dropped)
                 anchor, source, step = inner, _operand(maker, 1), _step_of(maker)
-                region = self._viewed(anchor, step)
+                region = self.places.viewed(anchor, step)
                 scatters.append(maker)
                 dropped += [*views, maker]
                 continue
@@ -253,7 +216,7 @@ class _Writer:
         """The operation that makes a value for nothing but a node, in its half, and the views between."""
         views: list[Node] = []
         name = reader.name
-        while (node := self.nodes.get(self.producer.get(source, ""))) is not None:
+        while (node := self._maker(source)) is not None:
             is_alone = self.users[source] == {name} and source not in self.delivered
             if (
                 not is_alone
@@ -276,17 +239,17 @@ class _Writer:
         if maker is None or Trait.IN_PLACE not in maker.traits:
             return None
         (made,) = maker.values
-        if made.type.dtype is not part.region.type.dtype:
+        if made.type.dtype is not part.anchor.type.dtype:
             return None
         if not self._is_free(base.storage, maker, {each.name for each in (*part.scatters, maker)}):
             return None
         target = maker.arguments[0] if maker.arguments else None
-        op, keywords = _in_place_op(maker), maker.keywords
+        op, keywords = in_place_form(maker.op), maker.keywords
         if op is not None and isinstance(target, Value) and self._is_at(target, made, part):
             if _reads(maker, target, 1):
                 return None
         else:
-            op = None if part.views else _out_op(maker.op)
+            op = None if part.views else out_form(maker.op)
             if any(value.storage is base.storage for value in maker.operands):
                 return None
             if op is not None:
@@ -299,10 +262,8 @@ class _Writer:
 
     def _is_at(self, target: Value, made: Value, part: _Part) -> bool:
         """Whether what is made in the place of an operand lies where the part does that is written."""
-        place = self._place(target)
-        if place is None or place.type.shape != made.type.shape:
-            return False
-        return _through(place, part.views) == part.region
+        is_alike = target.type.shape == made.type.shape
+        return is_alike and is_same_place(self.places.through(target, part.views), part.region)
 
     def _by_copy(self, part: _Part, base: Value) -> Node | None:
         """An operation that copies the source to its place."""
@@ -323,16 +284,20 @@ class _Writer:
     def _region(self, part: _Part, at: Node) -> Value:
         """Derives the part of a base that is written, right before a node."""
         name, (op, arguments) = f"{part.scatters[0].name}_place", part.step
-        value = Value(name, part.region.type, part.anchor.storage)
+        region = part.region
+        type = replace(part.anchor.type, shape=tuple(region.shape), strides=tuple(region.stride()))
+        value = Value(name, type, part.anchor.storage)
         view = frozenset({Trait.VIEW})
         self._add_before(
             at.name,
             Node(name, op, (part.anchor, *arguments), (value,), region=at.region, traits=view, at=at.at),
         )
-        self.places[value] = part.region
         return value
 
     # ------------------------------------------------------------------ nodes
+
+    def _maker(self, value: Value) -> Node | None:
+        return self.nodes.get(self.producer.get(value, ""))
 
     def _note(self, node: Node) -> None:
         for value in node.operands:
@@ -398,34 +363,6 @@ class _Writer:
             if reader.region is Region.FORWARD:
                 self.nodes[name] = replace(reader, traits=reader.traits | {Trait.PINNED})
 
-    # ------------------------------------------------------------------ places
-
-    def _place(self, value: Value) -> _Place | None:
-        if value not in self.places:
-            self.places[value] = self._find_place(value)
-        return self.places[value]
-
-    def _viewed(self, anchor: Value, step: _Step) -> _Place | None:
-        """The place of a view."""
-        place, (op, arguments) = self._place(anchor), step
-        if place is None:
-            return None
-        return _place_of(function_of(op)(_empty(place), *(to_torch(a, _no_value) for a in arguments)), place)
-
-    def _find_place(self, value: Value) -> _Place | None:
-        node = self.nodes.get(self.producer.get(value, ""))
-        if node is None:
-            return None
-        if not node.is_view:
-            if node.op in _KEEPS_OFFSET and isinstance(node.arguments[0], Value):
-                place = self._place(node.arguments[0])
-                return None if place is None else _Place(value.storage, place.offset, value.type)
-            return _Place(value.storage, 0, value.type) if _fills(value) else None
-        if len(node.operands) != 1 or (place := self._place(node.operands[0])) is None:
-            return None
-        found = _viewed_by(node, place, value)
-        return found if found is not None and found.type == value.type else None
-
     # ------------------------------------------------------------------ the graph
 
     def _in_order(self) -> Iterator[Node]:
@@ -437,7 +374,7 @@ class _Writer:
                 return
             done.add(node.name)
             for value in node.operands:
-                maker = self.nodes.get(self.producer.get(value, ""))
+                maker = self._maker(value)
                 if maker is not None and maker.is_view:
                     yield from after_views(maker)
             yield node
@@ -458,18 +395,18 @@ def _operand(node: Node, index: int) -> Value:
     return value
 
 
-def _step_of(scatter: Node) -> _Step:
+def _step_of(scatter: Node) -> Step:
     """The view that a scatter writes."""
     return _REGIONS[scatter.op], scatter.arguments[2:]
 
 
-def _seen_whole(scatter: Node, written: Value, place: _Place) -> Node:
+def _seen_whole(scatter: Node, written: Value) -> Node:
     """The view of a written part's memory that has what a scatter made."""
     (result,) = scatter.values
     return replace(
         scatter,
         op=_AS_STRIDED,
-        arguments=(written, result.type.shape, result.type.strides, place.offset),
+        arguments=(written, result.type.shape, result.type.strides, 0),
         traits=frozenset({Trait.VIEW}),
         annotation=None,
     )
@@ -484,88 +421,3 @@ def _reads(node: Node, target: Value, times: int) -> bool:
 def _overwriting(node: Node) -> frozenset[Trait]:
     """The traits of a node that writes from now on."""
     return (node.traits - {Trait.IN_PLACE}) | {Trait.OVERWRITES}
-
-
-def _fills(value: Value) -> bool:
-    return _is_whole(value.type, value.storage, 0)
-
-
-def _is_whole(type: TensorType, storage: Storage, offset: int) -> bool:
-    """Whether a tensor has all elements of its storage."""
-    return (
-        not offset and type.is_dense and allocation_bytes(type.nbytes, storage.device) == storage.nbytes != 0
-    )
-
-
-@lru_cache(maxsize=1024)
-def _written_form(op: str, overload: str) -> str | None:
-    found = overload_of(op)
-    written = overload_of(overload)
-    if found is None or written is None or not written._schema.is_mutable:
-        return None
-    mine = [(each.name, str(each.type)) for each in found._schema.arguments]
-    its = [(each.name, str(each.type)) for each in written._schema.arguments]
-    writes = [each.alias_info is not None and each.alias_info.is_write for each in written._schema.arguments]
-    is_same = mine == its and writes == [True, *[False] * (len(its) - 1)]
-    is_out = mine == its[:-1] and its[-1] == ("out", "Tensor") and writes == [*[False] * len(mine), True]
-    return overload if is_same or is_out else None
-
-
-def _in_place_op(node: Node) -> str | None:
-    """The operation that writes the result of one over its first operand; None if torch has none."""
-    if node.op in OWN_FUNCTIONS or overload_of(node.op) is None:
-        return None
-    library, name, overload = node.op.split(".")
-    return _written_form(node.op, f"{library}.{name}_.{overload}")
-
-
-@lru_cache(maxsize=256)
-def _out_op(op: str) -> str | None:
-    """The operation that writes the result of one into `out`; None if torch has none."""
-    found = overload_of(op)
-    if op in OWN_FUNCTIONS or found is None:
-        return None
-    library, name, overload = op.split(".")
-    outs = ("out", f"{overload}_out")
-    return next(filter(None, (_written_form(op, f"{library}.{name}.{each}") for each in outs)), None)
-
-
-# ---------------------------------------------------------------------- views
-
-
-def _through(place: _Place, views: Sequence[Node]) -> _Place | None:
-    """The place of a view of a view ... of what lies somewhere, though the views are of something else."""
-    found: _Place | None = place
-    for node in views:
-        found = None if found is None else _viewed_by(node, found, node.values[0])
-    return found
-
-
-def _viewed_by(node: Node, place: _Place, value: Value) -> _Place | None:
-    """The place of what a view makes of its operand."""
-    tensor = _empty(place)
-    arguments = [to_torch(each, lambda _: tensor) for each in node.arguments]
-    keywords = {key: to_torch(each, lambda _: tensor) for key, each in node.keywords}
-    made: Any = function_of(node.op)(*arguments, **keywords)
-    if node.is_sequence:
-        made = made[node.results.index(value)]
-    return _place_of(made, place) if isinstance(made, Tensor) else None
-
-
-def _no_value(argument: object) -> Any:
-    raise ValueError("the place of a write depends on a tensor")
-
-
-def _empty(place: _Place) -> Tensor:
-    type = place.type
-    dtype: torch.dtype = getattr(torch, type.dtype.value)
-    elements = place.storage.nbytes // max(type.dtype.itemsize, 1)
-    flat = torch.empty(elements, dtype=dtype, device="meta")
-    return flat.as_strided(type.shape, type.strides, place.offset)
-
-
-def _place_of(tensor: Tensor, base: _Place) -> _Place | None:
-    if tensor.dtype != getattr(torch, base.type.dtype.value) or tensor.is_conj() or tensor.is_neg():
-        return None
-    type = replace(base.type, shape=tuple(tensor.shape), strides=tuple(tensor.stride()))
-    return _Place(base.storage, int(tensor.storage_offset()), type)

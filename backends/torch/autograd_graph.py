@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...torch_support.autograd_graph import leaf_of, nodes_behind
+
 __all__ = ["held_by_history"]
 
 
@@ -22,21 +24,9 @@ def held_by_history(
     Returns:
         The tensors that the nodes on the way have saved, and the leaves that will get a gradient from them.
     """
-    saved: list[Tensor] = []
-    leaves: list[Tensor] = []
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or is_known(node):
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            leaves.append(leaf)
-        saved.extend(_saved_by(node))
-        pending.extend(before for before, _ in node.next_functions)
-    return saved, leaves
+    nodes = list(nodes_behind((tensor.grad_fn for tensor in tensors), is_known))
+    saved = [tensor for node in nodes for tensor in _saved_by(node)]
+    return saved, [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:

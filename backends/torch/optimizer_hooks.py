@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ir import UnsupportedError
+from ...torch_support.autograd_graph import nodes_behind
 from .optimizer_in_backward import OptimizersInBackward
 
 __all__ = ["guard_optimizer_calls"]
@@ -76,7 +77,7 @@ def _guarded_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
         if self.is_enabled():
             tensors = outputs if isinstance(outputs, list | tuple) else [outputs]
             roots = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
-            if any(_applies(node) for node in _graph(roots)):
+            if any(map(_applies, nodes_behind(roots))):
                 raise UnsupportedError(
                     "IRC512",
                     "a gradient scaler scales the loss of a module whose optimizers run within backward: "
@@ -91,15 +92,3 @@ def _guarded_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
 def _applies(node: Any) -> bool:
     in_backward = getattr(node, "in_backward", None)
     return isinstance(in_backward, OptimizersInBackward) and bool(in_backward.optimizers)
-
-
-def _graph(roots: list[Any]) -> Iterator[Any]:
-    """Yields some autograd nodes and all nodes below them."""
-    pending = [node for node in roots if node is not None]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            pending.extend(following for following, _ in node.next_functions if following is not None)

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ...ir import Location, UnsupportedError
+from ...torch_support.autograd_graph import nodes_behind
 from .source_lines import user_line
 
 __all__ = ["Seeing", "noting_seeing_nodes", "refuse_gradients_apart"]
@@ -58,10 +59,11 @@ def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str
     Raises:
         UnsupportedError: IRC353.
     """
-    nodes = {node for node, _ in _edges(results) if node in seeing or node.name() in _DECOMPOSITIONS}
+    behind = nodes_behind(result.grad_fn for result in results)
+    nodes = {node for node in behind if node in seeing or node.name() in _DECOMPOSITIONS}
     reached: dict[Any, dict[int, set[int]]] = {node: {} for node in nodes}
     for place, result in enumerate(results if nodes else ()):
-        for node, returned in _edges([result]):
+        for node, returned in _edges(result):
             if node in nodes:
                 reached[node].setdefault(returned, set()).add(place)
     apart = [node for node, places in reached.items() if len(set(map(frozenset, places.values()))) > 1]
@@ -78,13 +80,8 @@ def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str
     return {_DECOMPOSITIONS[node.name()] for node in apart}
 
 
-def _edges(results: Sequence[Tensor]) -> Generator[tuple[Any, int]]:
-    """Yields the nodes on the ways of the results' gradients, each with the place of what it returned."""
-    waiting, seen = [(result.grad_fn, result.output_nr) for result in results], set[tuple[Any, int]]()
-    while waiting:
-        edge = waiting.pop()
-        if edge[0] is None or edge in seen:
-            continue
-        seen.add(edge)
-        yield edge
-        waiting += edge[0].next_functions
+def _edges(result: Tensor) -> Iterator[tuple[Any, int]]:
+    """Yields the nodes on the ways of a result's gradient, each with the places of what it returned."""
+    yield result.grad_fn, result.output_nr
+    for node in nodes_behind([result.grad_fn]):
+        yield from node.next_functions

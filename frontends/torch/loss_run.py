@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
 from ...torch_support.autocast import without_autocast
+from ...torch_support.autograd_graph import leaf_of, nodes_behind
 from .alive_bytes import AliveBytes
 from .dry_run import dry_run
 from .fixups.tangent_layouts import is_expanded
@@ -227,17 +228,9 @@ def as_result(leaves: list[Any], tree: Any) -> Any:
 
 def gradients_of(scalar: Tensor, outputs: Sequence[Tensor], seed: Tensor) -> Sequence[Tensor | None]:
     """The gradients that the backward of a loss makes: of outputs, and then of parameters of the loss."""
-    known, waiting, seen = set(map(id, outputs)), [scalar.grad_fn], set[Any]()
-    parameters: list[Tensor] = []
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        waiting += [following for following, _ in function.next_functions]
-        leaf = getattr(function, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in known:
-            parameters.append(leaf)
+    known = set(map(id, outputs))
+    leaves = map(leaf_of, nodes_behind([scalar.grad_fn]))
+    parameters = [leaf for leaf in leaves if leaf is not None and id(leaf) not in known]
     with without_autocast():  # which ends before backward
         return torch.autograd.grad(scalar, [*outputs, *parameters], seed, allow_unused=True)
 

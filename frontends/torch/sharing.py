@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ...ir import Sharing
+from ...torch_support.autograd_graph import leaf_of
 
 __all__ = ["own_output", "sharings"]
 
@@ -61,8 +62,7 @@ def _way(result: Tensor, is_static: bool) -> Sharing:
     last = result if base is None else base
     node: Any = result.grad_fn
     while node is not None and (base is None or node is not base.grad_fn):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
+        if (leaf := leaf_of(node)) is not None:
             return Sharing.VIEW if leaf is last else Sharing.NO_GRAD
         if base is None:
             return Sharing.VIEW

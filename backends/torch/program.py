@@ -92,6 +92,8 @@ class Program:
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
         pauses: Whether backward is a generator that yields once.
         copies: The copies to tiers; both functions take a `Session` last if there are any.
+        several_uses: The inputs whose gradient adds up those of several uses, in words.
+        noticed_roundings: The roundings that steps have shown.
         autocast_sees: The operations of backward that autocast may cast for, if backward is called under it.
     """
 

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Generator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from ...ir import BackwardError, Gradients, Input, Rounding, TierError, UnsupportedError, tensor_name
+from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from ...torch_support.autocast import autocast_state, would_cast
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .live_forwards import LiveForwards
+from .noticed_roundings import notice_layouts, notice_other_terms
 from .offload import Session, State, Tiers
 from .optimizer_in_backward import OptimizersInBackward, check_backward, check_parameters, exclusive
 from .program import Program
@@ -131,47 +130,8 @@ class _Step(torch.autograd.Function):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
         picked = [_pick(program, results, program.gradients[k], given) for k in program.differentiable]
-        noticing = [
-            _notice_other_terms(program, index, parameters[index], gradient)
-            for index, gradient in zip(program.differentiable, picked, strict=True)
-            if gradient is not None and index in program.several_uses and _may_add_up(parameters[index])
-        ]
-        if noticing:  # a backward for other leaves does not reach this one
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_remove, noticing))
+        notice_other_terms(program, parameters, picked)
         return (*[None] * 7, *picked)
-
-
-def _may_add_up(tensor: Tensor) -> bool:
-    return tensor.is_leaf and tensor.requires_grad  # which may have been switched off since the forward
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _notice_other_terms(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> RemovableHandle:
-    """Notes a rounding if the engine adds the sum of several uses to what came before, where eager adds each.
-
-    A gradient that came first keeps its memory: the engine adds to it in place.
-    """
-    data, backward = gradient.data_ptr(), torch._C._current_graph_task_id()
-
-    def check(total: Tensor) -> None:
-        handle.remove()
-        is_same = backward == torch._C._current_graph_task_id()  # one that failed may have left its hook
-        if is_same and total.data_ptr() != data:
-            static = program.statics[index]
-            rounding = Rounding(
-                f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
-                "the loop adds to it (another forward, a penalty)",
-                (tensor_name(static.role, static.target),),
-            )
-            program.noticed_roundings[rounding] = None
-
-    handle = leaf.register_hook(check)
-    cast("Any", leaf._backward_hooks).move_to_end(handle.id, last=False)
-    return handle
 
 
 def _run_backward(
@@ -190,7 +150,7 @@ def _run_backward(
         for gradient, tangent in zip(gradients, program.tangents, strict=True)
         if tangent is not None
     ]
-    _notice_layouts(program, gradients)
+    notice_layouts(program, gradients)
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
     if in_backward is not None:
         written = frozenset(k for k, version in ctx.released if inputs[k]._version != version)
@@ -203,22 +163,6 @@ def _run_backward(
             if program.kind is Gradients.APPLIED:
                 error.add_note("optimizers within backward may have taken this step for some parameters")
             raise
-
-
-def _notice_layouts(program: Program, gradients: tuple[Tensor | None, ...]) -> None:
-    """Notes a rounding for each gradient of an output that comes in another layout than was planned."""
-    for index, (gradient, tangent) in enumerate(zip(gradients, program.tangents, strict=True)):
-        if gradient is None or tangent is None:
-            continue
-        axes = zip(gradient.shape, gradient.stride(), tangent.value.type.strides, strict=True)
-        if any(size > 1 and own != planned for size, own, planned in axes):
-            rounding = Rounding(
-                f"gradients through output {index}, whose own gradient came with strides "
-                f"{list(gradient.stride())} and was planned with {list(tangent.value.type.strides)}: sums "
-                "run in another order; pass loss= to irc.optimize, or make it contiguous",
-                program.gradients_through(index),
-            )
-            program.noticed_roundings[rounding] = None
 
 
 def _check_backward(ctx: Any, program: Program, inputs: list[Tensor], given: frozenset[int]) -> None:

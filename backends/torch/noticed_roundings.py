@@ -1,0 +1,84 @@
+"""Notes what a backward shows to be rounded otherwise than in eager, and no plan can tell before."""
+
+# The autograd engine has no public way to its state.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ...ir import Rounding, tensor_name
+from .program import Program
+
+__all__ = ["notice_layouts", "notice_other_terms"]
+
+
+def notice_layouts(program: Program, gradients: Sequence[Tensor | None]) -> None:
+    """Notes each gradient of an output that comes in another layout than was planned."""
+    for index, (gradient, tangent) in enumerate(zip(gradients, program.tangents, strict=True)):
+        if gradient is None or tangent is None:
+            continue
+        axes = zip(gradient.shape, gradient.stride(), tangent.value.type.strides, strict=True)
+        if any(size > 1 and own != planned for size, own, planned in axes):
+            rounding = Rounding(
+                f"gradients through output {index}, whose own gradient came with strides "
+                f"{list(gradient.stride())} and was planned with {list(tangent.value.type.strides)}: sums "
+                "run in another order; pass loss= to irc.optimize, or make it contiguous",
+                program.gradients_through(index),
+            )
+            program.noticed_roundings[rounding] = None
+
+
+def notice_other_terms(
+    program: Program, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> None:
+    """Notes each sum of several uses that the engine adds to what came before, where eager adds each use.
+
+    Args:
+        program: The program.
+        inputs: Its static inputs.
+        gradients: Those of the differentiable ones, which go to the engine.
+    """
+    watches = [
+        _watch(program, index, inputs[index], gradient)
+        for index, gradient in zip(program.differentiable, gradients, strict=True)
+        if gradient is not None and index in program.several_uses and _may_add_up(inputs[index])
+    ]
+    if watches:  # a backward for other leaves does not reach this one
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_remove, watches))
+
+
+def _may_add_up(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad  # which may have been switched off since the forward
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _watch(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> RemovableHandle:
+    """Looks at the sum that a leaf gets: the gradient that comes first keeps its memory."""
+    data, backward = gradient.data_ptr(), torch._C._current_graph_task_id()
+
+    def check(total: Tensor) -> None:
+        handle.remove()
+        is_same = backward == torch._C._current_graph_task_id()  # one that failed may have left its hook
+        if is_same and total.data_ptr() != data:
+            static = program.statics[index]
+            rounding = Rounding(
+                f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
+                "the loop adds to it (another forward, a penalty)",
+                (tensor_name(static.role, static.target),),
+            )
+            program.noticed_roundings[rounding] = None
+
+    handle = leaf.register_hook(check)
+    cast("Any", leaf._backward_hooks).move_to_end(handle.id, last=False)
+    return handle

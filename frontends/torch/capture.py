@@ -9,13 +9,12 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -26,13 +25,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import _pop_mode_temporarily
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...ir import (
     THROUGH_DYNAMO,
-    Assignment,
     Branch,
     Delivery,
     EagerMemory,
@@ -55,7 +50,6 @@ from ...torch_support.autocast import autocast_state
 from ...torch_support.code_names import CodeNames
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
-from .assignments import unkept_attributes
 from .branches import Branches
 from .counters import CounterReadError
 from .eager_run import eager_memory
@@ -68,24 +62,19 @@ from .fixups.meta_kernels import composites_on_meta
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
 from .fixups.tangent_layouts import tangent_layouts
-from .fixups.tensor_hooks import Hooked, refuse_hooks_that_stay, tensor_hooks
-from .fixups.tied_parameters import TiedParameters
+from .fixups.tensor_hooks import tensor_hooks
 from .fixups.zero_checks import gradients_by_zeros
-from .global_settings import GlobalSettings
-from .gradients_apart import Seeing, noting_seeing_nodes, refuse_gradients_apart
+from .flat_module import FlatModule, LossFails
+from .gradients_apart import noting_seeing_nodes
 from .in_place import noting_writes
-from .known_values import known_values
 from .length_conditions import Axes, SymbolicLength
-from .loss import Loss, described_loss, has_own_loss, loss_bytes, loss_gradients, own_loss
+from .loss import Loss, described_loss, loss_bytes, own_loss
 from .loss_run import Measure
 from .place_annotations import place_annotations, read_in_reentrant_checkpoints, written_in_checkpoints
 from .provenance import raised_at, raised_code, recording
-from .results import flattened, refuse_hidden_tensors, refusing_writes
+from .results import refuse_hidden_tensors
 from .roundings import roundings
-from .sharing import own_output, sharings
-from .state import State
-from .tensor_attributes import TensorAttributes, TensorReads, refuse_attributes_of_results
-from .tensor_writes import TensorWrites
+from .tensor_attributes import TensorReads
 from .tracer import (
     DECOMPOSITIONS,
     TRACE_MODES,
@@ -127,204 +116,6 @@ class Captured:
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
     code_names: CodeNames = ()
     tensor_reads: TensorReads = ()
-
-
-class _Flat(nn.Module):
-    """Calls a module with its tensor leaves alone, and returns the tensor leaves of its result."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        tree: pytree.TreeSpec,
-        leaves: list[Any],
-        loss: Loss | None,
-        packed: PackedParts,
-        *,
-        stepwise: bool,
-        time_limit: float,
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.packed = packed
-        self.tree = tree
-        self.state = State(module)
-        self.leaves = [self.state.generators.leaf(leaf) for leaf in leaves]
-        self.attributes = TensorAttributes(module, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        self.tied = TiedParameters(module)
-        self.result_leaves: list[Any] = []
-        self.result_tree: pytree.TreeSpec | None = None
-        self.assignments: tuple[Assignment, ...] = ()
-        self.delivered: list[Any] = []
-        """The leaves of the result, and of the values that attributes get."""
-        self.delivered_tree: pytree.TreeSpec | None = None
-        self.places: list[int] = []
-        self.sharings: list[Sharing] = []
-        """How each distinct tensor that is delivered gets its gradient."""
-        self.hooked: Hooked = []
-        self.seeing: Seeing = {}
-        self.apart: set[str] = set()
-        self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
-        self.unused: frozenset[int] | None = frozenset() if loss is None else None
-        self.layouts: dict[int, tuple[int, ...]] = {}
-        """The strides of the gradients of the result's tensors, if the loss is known."""
-        self.layouts_of_outputs: dict[int, tuple[int, ...]] = {}
-        self.branches: Branches | None = None
-        self.without_gradients: list[str] = []
-        self.stepwise = stepwise
-        self.layers: dict[str, set[str]] = {}
-        self.parts: set[str] = set()
-        self.mode = TRACE_MODES[0]
-        self.first_failure: UnsupportedError | None = None
-        """Why the module was not traced in the first mode."""
-        self.time_limit = time_limit
-        self.lengths: SymbolicLength | None = None
-
-    def call(self, *tensors: Tensor) -> Any:
-        """Returns the result of the module's forward; its hooks run around the planned forward."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        refusing = refusing_writes((args, kwargs)), self.state.generators.refusing_seeds()
-        with refusing[0], refusing[1], self.packed.standing_in(), self.attributes.shown(tensors):
-            return self.module.forward(*args, **kwargs)
-
-    def run(self, *tensors: Tensor) -> Any:
-        """Returns what `call` does, and keeps the state of Python as it was."""
-        branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with (
-            self.state.one_run(),
-            branches,
-            self.tied.as_one(),
-            known_values(self.lengths),
-            TensorWrites(self.parts),
-            GlobalSettings(),
-        ):
-            return self.call(*tensors)
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.hooked.clear()
-        self.seeing.clear()
-        result = self.run(*tensors)
-        refuse_hooks_that_stay(self.hooked, (*self.module.parameters(), *self.module.buffers()))
-        self.result_leaves, self.result_tree = flattened(result)
-        refuse_attributes_of_results(self.result_leaves)
-        if self.losses == (None,):
-            self.assume_loss(result)
-        if self.unused is None:
-            self.ask_loss()
-        self.take_assigned(result)
-        found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
-        if self.losses == (None,):
-            self.apart = refuse_gradients_apart(self.seeing, found)
-        unused = self.unused_places()
-        inputs = (*tensors, *self.module.parameters(), *self.module.buffers())
-        as_they_are = {id(t) for t in inputs}
-        as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in unused}
-        # a tensor that is returned twice is one output with one gradient, as in eager
-        distinct = {id(leaf): leaf for leaf in found}
-        order = {key: place for place, key in enumerate(distinct)}
-        self.places = [order[id(leaf)] for leaf in found]
-        self.layouts_of_outputs.update((self.places[k], strides) for k, strides in self.layouts.items())
-        read = [] if self.branches is None else self.branches.tensors
-        self.sharings = sharings(distinct.values(), inputs, [tensor for tensor, _ in self.hooked])
-        results = (leaf if key in as_they_are else leaf.detach() for key, leaf in distinct.items())
-        outputs = (
-            own_output(result) if sharing is Sharing.OWN else result
-            for result, sharing in zip(results, self.sharings, strict=True)
-        )
-        return (*outputs, *read)
-
-    def take_assigned(self, result: Any) -> None:
-        """Adds the values that the forward left in attributes to its result.
-
-        Raises:
-            UnsupportedError: IRC338 for a value that a planned step could not make anew.
-        """
-        self.assignments = tuple(assignment for assignment, _ in self.state.assignments)
-        self.delivered, self.delivered_tree = self.result_leaves, self.result_tree
-        values = tuple(value for assignment, value in self.state.assignments if assignment.is_delivered)
-        if values:
-            try:
-                self.delivered, self.delivered_tree = flattened((result, values))
-            except UnsupportedError as error:
-                paths = (f"{a.module}.{a.name}".strip(".") for a in self.assignments if a.is_delivered)
-                raise unkept_attributes(list(paths)) from error
-
-    def assigned_for_loss(self) -> list[Tensor]:
-        """Returns the tensors in attributes that may be added to a loss."""
-        assigned = self.delivered[len(self.result_leaves) :]
-        return [leaf for leaf in assigned if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def unused_places(self) -> frozenset[int]:
-        """Returns the places, among the tensors that are delivered, of those that the loss does not use.
-
-        Nobody knows what is done with attributes. If the loss of the result is known, single numbers in them
-        may be added to it, as auxiliary losses are, and larger tensors are there to be looked at.
-        """
-        assert self.unused is not None
-        tensors = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
-        returned = sum(isinstance(leaf, Tensor) for leaf in self.result_leaves)
-        unused = set(self.unused)
-        if self.losses != (None,):
-            places = range(returned, len(tensors))
-            unused |= {k for k in places if tensors[k].requires_grad and tensors[k].numel() != 1}
-        used = {id(leaf) for k, leaf in enumerate(tensors) if k not in unused}
-        return frozenset(k for k in unused if id(tensors[k]) not in used)
-
-    def with_sharing(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Marks the deliveries of the result's tensors that share memory in another way than plain views."""
-        found = [deliveries[place] for place in self.places]
-        marks = [self.sharings[place] for place in self.places]
-        return [
-            d if d.view is None and sharing is Sharing.DETACHED else replace(d, sharing=sharing)
-            for d, sharing in zip(found, marks, strict=True)
-        ]
-
-    def assume_loss(self, result: Any) -> None:
-        """Takes the loss of a result that has one, if nothing is known about the caller's."""
-        if has_own_loss(result):
-            self.losses, self.unused = (own_loss,), None
-
-    def ask_loss(self) -> None:
-        """Finds the tensors of the result on which the loss does not depend, outside of the trace's modes.
-
-        Raises:
-            _LossFails: The loss fails, perhaps because a trace is under way.
-        """
-        try:
-            with _disable_current_modes(), _without_function_modes(), _WithoutWrites():
-                self.ask_loss_alone()
-        except Exception as error:
-            raise _LossFails from error
-
-    def ask_loss_alone(self) -> None:
-        """Does what `ask_loss` does, while nothing is traced."""
-        (loss,) = self.losses
-        assert loss is not None
-        layouts = loss_gradients(loss, self.result_leaves, self.result_tree)
-        self.unused = frozenset(place for place, strides in layouts.items() if strides is None)
-        self.layouts = {place: strides for place, strides in layouts.items() if strides is not None}
-
-
-class _WithoutWrites(TorchDispatchMode):
-    """Lets nothing be written: the parameters of a module that is traced are not its own."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            raise RuntimeError(f"{func} writes while the module is traced")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _without_function_modes() -> Generator[None]:
-    with contextlib.ExitStack() as stack:
-        for _ in range(_len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
-        yield
-
-
-class _LossFails(BaseException):
-    """Ends a trace in the first run of the forward, after which the loss is asked again."""
 
 
 def capture(
@@ -373,9 +164,9 @@ def capture(
     refuse_hidden_tensors(leaves)
     packed = PackedParts(module)
     with packed.as_buffers():
-        flat = _Flat(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
+        flat = FlatModule(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
         modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
-        return _captured(flat, module, modes, measure, with_eager=with_eager)
+        return _captured(flat, modes, measure, with_eager=with_eager)
 
 
 def lengths_alike(
@@ -411,39 +202,38 @@ def lengths_alike(
     leaves, tree = flatten_arguments((tuple(args), dict(sorted(kwargs.items()))))
     packed = PackedParts(module)
     with packed.as_buffers(), mode.announced():
-        flat = _Flat(module, tree, leaves, loss, packed, stepwise=False, time_limit=time_limit)
+        flat = FlatModule(module, tree, leaves, loss, packed, stepwise=False, time_limit=time_limit)
         flat.mode = mode
-        tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-        first, last = lengths
         try:
-            return _lengths_alike(flat, module, tensors, axes, first, last)
-        except _LossFails:
+            return _lengths_alike(flat, axes, *lengths)
+        except LossFails:
             flat.ask_loss_alone()
-            return _lengths_alike(flat, module, tensors, axes, first, last)
+            return _lengths_alike(flat, axes, *lengths)
 
 
-def _lengths_alike(
-    flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], axes: Axes, first: int, last: int
-) -> int:
+def _lengths_alike(flat: FlatModule, axes: Axes, first: int, last: int) -> int:
     flat.lengths = symbolic = SymbolicLength(axes, first, last)
     with contextlib.ExitStack() as stack:
-        joint, _ = _trace(stack, flat, module, symbolic.tensors(tensors), symbolic.mode)
+        joint, _ = _trace(stack, flat, symbolic.tensors(flat.tensors), symbolic.mode)
         return symbolic.holding(joint.graph_module)
 
 
 def _captured(
-    flat: _Flat, module: nn.Module, modes: Sequence[TraceMode], measure: Measure | None, *, with_eager: bool
+    flat: FlatModule,
+    modes: Sequence[TraceMode],
+    measure: Measure | None,
+    *,
+    with_eager: bool,
 ) -> Captured:
     """Captures the call of a flat module."""
-    tree, tensors = flat.tree, tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    translation = _traced(flat, module, tensors, modes)
+    translation = _traced(flat, modes)
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
-        raise _nothing_to_train(flat, tensors)
+        raise _nothing_to_train(flat)
     count = len(set(flat.places))
     distinct, read = translation.deliveries[:count], translation.deliveries[count:]
-    found = flat.with_sharing(distinct)
-    deliveries = iter(found)
+    shared = flat.with_sharing(distinct)
+    deliveries = iter(shared)
     result = [
         next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
         for leaf in flat.delivered
@@ -451,21 +241,22 @@ def _captured(
     of_loss = [*flat.result_leaves, *(flat.assigned_for_loss() if flat.losses == (None,) else ())]
     most, held, saved = loss_bytes(flat.losses[0], of_loss, flat.result_tree, measure)
     unused = flat.unused_places()
-    trained = {flat.places[k]: d for k, d in enumerate(found) if k not in unused}
+    trained = {flat.places[k]: d for k, d in enumerate(shared) if k not in unused}
     aliased = _aliased_bytes(graph, trained.values())
-    beside = _returned_bytes(graph, found, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
+    beside = _returned_bytes(graph, shared, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
     most, held = most + 2 * aliased + beside, held + aliased + beside
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
-    slots, generators = map(Slot, range(len(tensors))), flat.state.generators
-    without_use = (found[k] for k in unused)
+    slots, generators = map(Slot, range(len(flat.tensors))), flat.state.generators
+    without_use = (shared[k] for k in unused)
+    statics = list(_static_tensors(flat, graph))
     signature = Signature(
-        in_tree=tree,
+        in_tree=flat.tree,
         out_tree=flat.delivered_tree,
         leaves=tuple(
             next(slots) if isinstance(leaf, Tensor) else generators.planned(leaf) for leaf in flat.leaves
         ),
         deliveries=tuple(result),
-        modes=tuple((name, child.training) for name, child in module.named_modules()),
+        modes=tuple((name, child.training) for name, child in flat.module.named_modules()),
         autocast=autocast_state(),
         unused=frozenset(d.index for d in without_use if d.origin in (Origin.COMPUTED, Origin.OUTPUT)),
         branches=tuple(
@@ -473,10 +264,14 @@ def _captured(
             for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)
         ),
         assignments=flat.assignments,
-        switched=frozenset(_switched(graph, module, tensors)),
-        same=tuple(_same(graph, module, tensors)),
+        switched=frozenset(
+            index
+            for index, (entry, tensor) in enumerate(statics)
+            if tensor is not None and tensor.requires_grad is not entry.requires_grad
+        ),
+        same=tuple(_same(flat.tensors, statics)),
     )
-    eager = _eager_memory(flat, tensors, graph) if with_eager else None
+    eager = _eager_memory(flat, graph) if with_eager else None
     why_compiled = flat.first_failure if flat.mode.compiling else None
     reentrant = read_in_reentrant_checkpoints(graph, translation.notes)
     written = written_in_checkpoints(graph, translation.notes)
@@ -507,46 +302,35 @@ def _captured(
     )
 
 
-def _switched(graph: Graph, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[int]:
-    """Yields the indices of the inputs whose `requires_grad` the forward has changed."""
-    for index, (entry, tensor) in enumerate(_static_tensors(graph, module, tensors)):
-        if tensor is not None and tensor.requires_grad is not entry.requires_grad:
-            yield index
-
-
-def _static_tensors(
-    graph: Graph, module: nn.Module, tensors: Sequence[Tensor]
-) -> Iterator[tuple[Input, Tensor | None]]:
+def _static_tensors(flat: FlatModule, graph: Graph) -> Iterator[tuple[Input, Tensor | None]]:
     """Yields the static inputs with the tensors that they are in the call; None for constants."""
-    held = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
+    state = {
+        InputRole.PARAMETER: dict(flat.module.named_parameters(remove_duplicate=False)),
+        InputRole.BUFFER: dict(flat.module.named_buffers(remove_duplicate=False)),
+        InputRole.INPUT: {str(index): tensor for index, tensor in enumerate(flat.tensors)},
     }
     for entry in graph.inputs:
-        if entry.role is InputRole.INPUT:
-            yield entry, tensors[int(entry.target)]
-        elif entry.role is not InputRole.TANGENT:
-            yield entry, held.get(entry.target) if entry.role is not InputRole.CONSTANT else None
+        if entry.role is not InputRole.TANGENT:
+            yield entry, state.get(entry.role, {}).get(entry.target)
 
 
-def _same(graph: Graph, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+def _same(
+    tensors: Sequence[Tensor], statics: Sequence[tuple[Input, Tensor | None]]
+) -> Iterator[tuple[int, int]]:
     """Yields the arguments that are no inputs of the graph, each with the input that is the same tensor."""
-    taken = {int(entry.target) for entry in graph.inputs if entry.role is InputRole.INPUT}
-    statics = list(_static_tensors(graph, module, tensors))
+    taken = {int(entry.target) for entry, _ in statics if entry.role is InputRole.INPUT}
     for argument in sorted(set(range(len(tensors))) - taken):
-        for index, (_, tensor) in enumerate(statics):
-            if tensor is tensors[argument]:
-                yield argument, index
+        yield from ((argument, k) for k, (_, tensor) in enumerate(statics) if tensor is tensors[argument])
 
 
-def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
+def _eager_memory(flat: FlatModule, graph: Graph) -> EagerMemory | None:
     if flat.branches is not None:
         flat.branches.is_noting = False
     with flat.state.kept():
         return eager_memory(
             flat.run,
             flat,
-            tensors,
+            flat.tensors,
             flat.losses[0],
             static_bytes=graph.static_bytes,
             loss_bytes=(graph.loss_bytes, graph.loss_held_bytes),
@@ -565,7 +349,7 @@ _SCALED_BYTES = 2 * 8
 """A loss that a result has may be scaled, as it is where gradients of batches add up: it and its gradient."""
 
 
-def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: _Flat) -> int:
+def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: FlatModule) -> int:
     """Returns the bytes of the gradients that parameters get from the loss itself, as parts of the result."""
     statics = [entry.value.storage for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     leaves = (leaf for leaf in flat.delivered if isinstance(leaf, Tensor))
@@ -578,8 +362,8 @@ def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: _Flat) -> int
     return sum(base.nbytes for base in bases)
 
 
-def _nothing_to_train(flat: _Flat, tensors: Iterable[Tensor]) -> UsageError:
-    if not any(tensor.requires_grad for tensor in (*flat.parameters(), *tensors)):
+def _nothing_to_train(flat: FlatModule) -> UsageError:
+    if not any(tensor.requires_grad for tensor in (*flat.parameters(), *flat.tensors)):
         return UsageError(
             "IRC340",
             "no parameter and no input of the module requires a gradient",
@@ -606,9 +390,7 @@ _OTHER_MODE_MAY_SUCCEED = ("IRC332", "IRC333", "IRC335")
 """Codes of failures that another mode may avoid: data that decides, an exception, an unknown operation."""
 
 
-def _traced(
-    flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], modes: Sequence[TraceMode]
-) -> Translation:
+def _traced(flat: FlatModule, modes: Sequence[TraceMode]) -> Translation:
     """Traces the module's training graph in the first of `modes` that succeeds.
 
     If none does, the error of the first mode is raised: the others run code that training does not run. With
@@ -618,66 +400,66 @@ def _traced(
     for mode in modes:
         with mode.announced():
             try:
-                return _traced_in(flat, module, tensors, mode)
+                return _traced_in(flat, mode)
             except UnsupportedError as error:
                 if error.code not in _OTHER_MODE_MAY_SUCCEED:
                     raise
                 errors.append(error)
                 flat.first_failure = errors[0]
     if errors[0].code == "IRC333":
-        _refuse_failing(flat, module, tensors)
+        _refuse_failing(flat)
     raise errors[-1 if modes[-1].specialize_branches else 0]
 
 
-def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode: TraceMode) -> Translation:
+def _traced_in(flat: FlatModule, mode: TraceMode) -> Translation:
     """Traces the module's training graph in one mode."""
     flat.mode = mode
     flat.parts.clear()
-    flat.branches = Branches(module) if mode.specialize_branches else None
+    flat.branches = Branches(flat.module) if mode.specialize_branches else None
     if flat.branches is not None:
         try:
-            flat.branches.record(flat.call, tensors)
+            flat.branches.record(flat.call, flat.tensors)
         except IrcError:
             raise
         except Exception as error:
             raise _untraceable(error) from error
     try:
-        return _translated(flat, module, tensors)
-    except _LossFails:
+        return _translated(flat)
+    except LossFails:
         flat.ask_loss_alone()
-        return _translated(flat, module, tensors)
+        return _translated(flat)
 
 
-def _translated(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
+def _translated(flat: FlatModule) -> Translation:
     """Traces the module's training graph; once more without knowing the numbers that its forward counts."""
     try:
-        return _translated_once(flat, module, tensors)
+        return _translated_once(flat)
     except UnsupportedError:
         if not flat.state.may_count():
             raise
         with contextlib.suppress(Exception):
-            return _translated_with_counters(flat, module, tensors)
+            return _translated_with_counters(flat)
         raise
 
 
-def _translated_with_counters(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
+def _translated_with_counters(flat: FlatModule) -> Translation:
     """Traces with and without knowing the numbers that the forward counts: it must make no difference.
 
     Raises:
         CounterReadError: It makes a difference: code can look at the class of an object unseen.
     """
     flat.state.counters_are_unknown = False
-    known = _translated_once(flat, module, tensors)
+    known = _translated_once(flat)
     flat.state.counters_are_unknown = True
-    found = _translated_once(flat, module, tensors)
-    if print_graph(found.graph) != print_graph(known.graph) or found.deliveries != known.deliveries:
+    unknown = _translated_once(flat)
+    if print_graph(unknown.graph) != print_graph(known.graph) or unknown.deliveries != known.deliveries:
         raise CounterReadError
-    return found
+    return unknown
 
 
-def _translated_once(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
+def _translated_once(flat: FlatModule) -> Translation:
     with contextlib.ExitStack() as stack:
-        joint, scopes = _trace(stack, flat, module, tensors)
+        joint, scopes = _trace(stack, flat, flat.tensors)
         share_casts(joint.graph_module.graph)
         translation = translate(joint, flat.state.generators)
         flat.without_gradients = scopes.without_gradients
@@ -687,8 +469,7 @@ def _translated_once(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
 
 def _trace(
     stack: contextlib.ExitStack,
-    flat: _Flat,
-    module: nn.Module,
+    flat: FlatModule,
     tensors: tuple[Tensor, ...],
     fake_mode: FakeTensorMode | None = None,
 ) -> tuple[JointWithDescriptors, Scopes]:
@@ -697,7 +478,7 @@ def _trace(
     stack.enter_context(torch.enable_grad())
     fake_mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
-    scopes = stack.enter_context(recording(module))
+    scopes = stack.enter_context(recording(flat.module))
     layers = RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit)
     flat.layers = stack.enter_context(layers).rounding
     flat.hooked = stack.enter_context(tensor_hooks())
@@ -706,8 +487,8 @@ def _trace(
     stack.enter_context(composite_operations())
     stack.enter_context(refuse_casts_within())
     stack.enter_context(gradients_by_zeros())
-    stack.enter_context(tangent_layouts(flat.layouts_of_outputs))
-    stack.enter_context(composites_on_meta((*module.parameters(), *module.buffers(), *tensors)))
+    stack.enter_context(tangent_layouts(flat.layouts))
+    stack.enter_context(composites_on_meta((*flat.parameters(), *flat.buffers(), *tensors)))
     stack.enter_context(batch_norm_of_eager())
     stack.enter_context(flat.state.restored())
     stack.enter_context(quiet_tracer())
@@ -758,7 +539,7 @@ def _depends_on_data(error: Exception, *, is_specialized: bool) -> UnsupportedEr
     )
 
 
-def _refuse_failing(flat: _Flat, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+def _refuse_failing(flat: FlatModule) -> None:
     """Runs the forward as it is written, on copies of the example, if it could not be traced.
 
     Raises:
@@ -767,7 +548,7 @@ def _refuse_failing(flat: _Flat, module: nn.Module, tensors: Sequence[Tensor]) -
     flat.branches = None
     try:
         with flat.packed.as_they_are():
-            Branches(module).record(flat.call, tensors, with_gradients=True)
+            Branches(flat.module).record(flat.call, flat.tensors, with_gradients=True)
     except (IrcError, MemoryError, torch.OutOfMemoryError):
         return
     except Exception as error:

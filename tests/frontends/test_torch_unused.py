@@ -15,7 +15,7 @@ from irc.frontends.torch import capture
 from irc.ir import InputRole, UnsupportedError
 
 torch.set_num_threads(1)
-captures: Any = sys.modules["irc.frontends.torch.capture"]
+flat_module: Any = sys.modules["irc.frontends.torch.flat_module"]
 
 
 class Scored(nn.Module):
@@ -62,17 +62,17 @@ def test_a_loss_is_tried_within_the_trace_and_again_alone_if_it_fails_there(
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[bool] = []
-    run = vars(captures._Flat)["run"]
-    monkeypatch.setattr(captures._Flat, "run", lambda *given: runs.append(True) or run(*given))
+    run = vars(flat_module.FlatModule)["run"]
+    monkeypatch.setattr(flat_module.FlatModule, "run", lambda *given: runs.append(True) or run(*given))
     within = capture(Scored(), (x,), loss=loss)
     assert len(runs) == 2, "as often as without a loss"
-    asked = vars(captures)["loss_gradients"]
+    asked = vars(flat_module)["loss_gradients"]
 
     def fails_once(*given: Any) -> dict[int, tuple[int, ...] | None]:
-        monkeypatch.setattr(captures, "loss_gradients", asked)
+        monkeypatch.setattr(flat_module, "loss_gradients", asked)
         raise RuntimeError("a trace is under way")
 
-    monkeypatch.setattr(captures, "loss_gradients", fails_once)
+    monkeypatch.setattr(flat_module, "loss_gradients", fails_once)
     assert str(capture(Scored(), (x,), loss=loss).graph) == str(within.graph) and len(runs) == 5
 
 

@@ -35,9 +35,9 @@ def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> Generator[None]:
         tangents = fw_metadata.traced_tangents
         for place, described in enumerate(fw_metadata.traced_tangents_descs):
             output = described.output if isinstance(described, TangentAOTInput) else None
-            wanted = strides.get(output.idx) if isinstance(output, PlainAOTOutput) else None
-            if wanted is not None and isinstance(tangents[place], Tensor):
-                tangents[place] = _in_layout(tangents[place], wanted)
+            layout = strides.get(output.idx) if isinstance(output, PlainAOTOutput) else None
+            if layout is not None and isinstance(tangents[place], Tensor):
+                tangents[place] = _in_layout(tangents[place], layout)
         return before(*args, fw_metadata=fw_metadata, **kwargs)
 
     graph_compile.aot_dispatch_autograd_graph = relaid

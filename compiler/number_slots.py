@@ -42,14 +42,14 @@ def number_slots(
         The slots; None if the graphs differ in anything else, or if a number of the call did not enter all
         the operations that it should have.
     """
-    found = slots_of_operations(captured, prepared, numbers)
-    if found is None:
+    slots = slots_of_operations(captured, prepared, numbers)
+    if slots is None:
         return None
     assert program.schedule is not None
     nodes = program.schedule.graph.nodes
-    if any((node.name, node.op) not in found and any(_numbers(node)) for node in nodes):
+    if any((node.name, node.op) not in slots and any(_numbers(node)) for node in nodes):
         return None
-    return slots_within(program.schedule.graph, found)
+    return slots_within(program.schedule.graph, slots)
 
 
 def slots_of_operations(

@@ -244,8 +244,8 @@ class Node:
         """The operand that the node writes into, `out` or the first one; None if it overwrites none."""
         if Trait.OVERWRITES not in self.traits:
             return None
-        found = dict(self.keywords).get("out", self.arguments[0] if self.arguments else None)
-        return found if isinstance(found, Value) else None
+        operand = dict(self.keywords).get("out", self.arguments[0] if self.arguments else None)
+        return operand if isinstance(operand, Value) else None
 
     @property
     def releases(self) -> Gradients | None:

@@ -62,20 +62,20 @@ def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor
         case Origin.CONSTANT:
             return delivery.constant
         case Origin.COMPUTED:
-            found = outputs[delivery.index]
+            leaf = outputs[delivery.index]
         case Origin.INPUT | Origin.OUTPUT:
-            found = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
+            leaf = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
     if delivery.sharing in (Sharing.DETACHED, Sharing.NO_GRAD):
-        found = found.detach()
+        leaf = leaf.detach()
     if delivery.view is not None:
-        found = found.as_strided(*delivery.view)
+        leaf = leaf.as_strided(*delivery.view)
     match delivery.sharing:
         case Sharing.NO_GRAD:
-            return found.requires_grad_()
+            return leaf.requires_grad_()
         case Sharing.OWN:
-            return _Own.apply(found)
+            return _Own.apply(leaf)
         case _:
-            return found
+            return leaf
 
 
 class _Own(torch.autograd.Function):

@@ -124,8 +124,8 @@ def unfitted(module: nn.Module) -> nn.Module:
     if original is None:
         return module
     check_class(module, "planned again", may_be_sharded=True)
-    held = {k: value for k, value in vars(module).items() if k not in (FITTED, ORIGINAL)}
-    return _instance(type(original), held, module)
+    attributes = {k: value for k, value in vars(module).items() if k not in (FITTED, ORIGINAL)}
+    return _instance(type(original), attributes, module)
 
 
 def unfitted_with(module: nn.Module, forward: Any) -> nn.Module:
@@ -135,10 +135,10 @@ def unfitted_with(module: nn.Module, forward: Any) -> nn.Module:
         UsageError: IRC530 as in `check_class`.
     """
     plain = unfitted(module)
-    held = {name: value for name, value in vars(plain).items() if name != "forward"}
+    attributes = {name: value for name, value in vars(plain).items() if name != "forward"}
     if forward is not None:
-        held["forward"] = forward
-    return _instance(type(plain), held, module)
+        attributes["forward"] = forward
+    return _instance(type(plain), attributes, module)
 
 
 def check_class(fitted: nn.Module, verb: str, *, may_be_sharded: bool = False) -> None:

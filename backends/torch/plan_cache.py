@@ -99,7 +99,7 @@ class PlanCache:
         self.tiers = Tiers(state.tiers)
         self.reserved = dict(state.reserved)
         self._stand_in: nn.Module | None = None
-        """What is traced in place of the root while a call of it is planned."""
+        """The module that is traced in place of the root while a call of it is planned."""
         self._has_range = getattr(state.request, "dynamic", None) is not None
         """Whether a range of sizes was asked for."""
         self._latest_entry: CacheEntry | None = None

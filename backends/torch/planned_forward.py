@@ -44,10 +44,10 @@ class PlannedForward:
 
     def __set__(self, module: nn.Module, forward: Any) -> None:
         _refuse_while_traced()
-        held = vars(module)
-        held.pop("forward", None)
+        attributes = vars(module)
+        attributes.pop("forward", None)
         if (own := self._unplanned(forward, module)) is not None:
-            held["forward"] = own
+            attributes["forward"] = own
 
     def __delete__(self, module: nn.Module) -> None:
         _refuse_while_traced()
@@ -92,16 +92,20 @@ def watched(module: nn.Module, forward: Any) -> Generator[AttributeReads]:
     if forward is None:
         yield AttributeReads()
         return
-    held = vars(module)
-    before = dict(held)
+    attributes = vars(module)
+    before = dict(attributes)
     try:
         with recording_attribute_reads() as readings:
             yield readings
     finally:
-        changed = [name for name in (before | held) if before.get(name, held) is not held.get(name, before)]
+        changed = [
+            name
+            for name in (before | attributes)
+            if before.get(name, attributes) is not attributes.get(name, before)
+        ]
         if changed:
-            held.clear()
-            held.update(before)
+            attributes.clear()
+            attributes.update(before)
     if changed:
         raise UnsupportedError(
             "IRC539",

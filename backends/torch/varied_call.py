@@ -38,11 +38,11 @@ def varied_call(call: CallKey, free: FreeNumbers, answers: TraceAnswers) -> Vari
     Returns:
         None if no such numbers are found.
     """
-    found = varied_numbers(call.leaves, free)
-    if found is None:
+    numbers = varied_numbers(call.leaves, free)
+    if numbers is None:
         return None
-    args, kwargs = pytree.tree_unflatten(found.leaves, call.tree)
-    return VariedCall(args, kwargs, answers, found)
+    args, kwargs = pytree.tree_unflatten(numbers.leaves, call.tree)
+    return VariedCall(args, kwargs, answers, numbers)
 
 
 def varied_numbers(given: Sequence[Any], free: FreeNumbers) -> VariedNumbers | None:

@@ -414,7 +414,7 @@ class _Compiled:
     def __init__(self, backend: Backend, graph: fx.GraphModule) -> None:
         self.backend = backend
         self.unplannable: Unplanned | None = None
-        """What it is since a call of it could not be captured; earlier calls keep their plans."""
+        """The note that a call of it could not be captured; earlier calls keep their plans."""
         self.graph = graph
         self.names = lifted_names(graph)
         numbers = numbers_among(graph)

@@ -39,7 +39,7 @@ class CastCaches:
         self._depth_around = _depth()
 
     def current(self) -> CastCache | None:
-        """Where eager would keep a cast now, if it keeps casts."""
+        """Returns the cache in which eager would keep a cast now, if it keeps casts."""
         dtypes = {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
         if not dtypes:
             return None
@@ -68,6 +68,6 @@ class CastCaches:
 
 
 def _depth() -> int:
-    """How many regions of autocast are open."""
+    """Counts the regions of autocast that are open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

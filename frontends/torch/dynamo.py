@@ -113,7 +113,7 @@ def _compiling() -> dict[str, Any] | None:
 
 
 def compile_options() -> Any:
-    """What `torch.compile` makes of its arguments, while it asks a backend for its name; None if it does not.
+    """Returns what `torch.compile` makes of its arguments while it asks a backend for its name, or else None.
 
     Dynamo takes the attributes of this object for those of the backend, such as `backend_ctx_ctor`.
     """
@@ -128,8 +128,8 @@ def call_arguments() -> list[Tensor]:
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         frame = frame.f_back
-    found = () if frame is None else (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+    arguments = () if frame is None else (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 def draws_from_numpy(graph: fx.GraphModule) -> bool:

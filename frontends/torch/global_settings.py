@@ -144,8 +144,8 @@ class GlobalSettings(TorchFunctionMode):
 def _follows_default(args: Any, kwargs: Any, result: Any) -> bool:
     """Whether a result has torch's default dtype because the tensors that it is made of are whole numbers."""
     operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    return bool(operands) and any(map(_is_real, made)) and not any(map(_is_real, operands))
+    results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return bool(operands) and any(map(_is_real, results)) and not any(map(_is_real, operands))
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -152,7 +152,7 @@ def is_converted_by_code(node: torch.fx.Node) -> bool:
 
 
 def cast_cache_of(node: torch.fx.Node) -> CastCache | None:
-    """Where autocast would keep what a traced node casts; a backward node has its forward operation's."""
+    """Returns the cache of autocast for what a node casts; a backward node has its forward operation's."""
     return (node.meta.get("custom") or {}).get(_CASTS_KEY)
 
 

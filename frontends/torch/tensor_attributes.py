@@ -52,14 +52,14 @@ class TensorAttributes:
         Raises:
             UnsupportedError: IRC343 for an attribute with a tensor; IRC556 for one that the forward sets.
         """
-        given = [((InputRole.INPUT, str(k)), tensor) for k, tensor in enumerate(tensors)]
+        arguments = [((InputRole.INPUT, str(k)), tensor) for k, tensor in enumerate(tensors)]
         before = [set(vars(tensor)) for tensor in tensors]
         thread = threading.get_ident()
 
         def read(tensor: Tensor, name: str) -> Any:
             reader = sys._getframe(1).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
             if threading.get_ident() == thread and not reader.startswith(_TORCH):
-                places = (key for key, each in (*given, *self._of_module()) if each is tensor)
+                places = (key for key, each in (*arguments, *self._of_module()) if each is tensor)
                 for key in places:
                     value = self._read(key, name)
                     if value is not ABSENT:

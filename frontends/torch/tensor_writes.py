@@ -46,10 +46,10 @@ class TensorWrites(TorchFunctionMode):
                 f"parameter; or {THROUGH_DYNAMO}",
             )
         if func in _SWITCHES:
-            tensor, wanted = args[0], bool((kwargs or {}).get("requires_grad", (*args, True)[1]))
-            if tensor.requires_grad is wanted:
+            tensor, has_gradient = args[0], bool((kwargs or {}).get("requires_grad", (*args, True)[1]))
+            if tensor.requires_grad is has_gradient:
                 return tensor  # a traced tensor is no leaf, of which torch would take this
-            if not wanted and not tensor.is_leaf:
+            if not has_gradient and not tensor.is_leaf:
                 raise _no_gradient()
         if _computes_in_place(getattr(func, "__name__", "")) and args and _is_loose(args[0]):
             self.parts.add(_line() or "a library")

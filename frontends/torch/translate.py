@@ -629,12 +629,12 @@ def _needed(results: Iterable[object]) -> set[fx.Node]:
 
 def _own_default(node: fx.Node) -> torch.dtype | None:
     """Returns the dtype of what a factory makes, if the forward has set another default for it meanwhile."""
-    made = node.meta.get("val")
-    if not isinstance(made, Tensor) or node.all_input_nodes or node.kwargs.get("dtype") is not None:
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor) or node.all_input_nodes or node.kwargs.get("dtype") is not None:
         return None
     takes_dtype = any(argument.name == "dtype" for argument in node.target._schema.arguments)  # pyright: ignore
-    is_other = made.dtype.is_floating_point and made.dtype is not torch.get_default_dtype()
-    return made.dtype if takes_dtype and is_other else None
+    is_other = tensor.dtype.is_floating_point and tensor.dtype is not torch.get_default_dtype()
+    return tensor.dtype if takes_dtype and is_other else None
 
 
 def unknown_object(what: str, at: Location | None) -> UnsupportedError:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Recording:
-    """What an allocator did while something ran.
+    """The events of an allocator while something ran.
 
     Attributes:
         events: The bytes taken (positive) or given back, in order; they are filled in at the end.

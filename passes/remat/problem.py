@@ -501,10 +501,10 @@ class CheckpointProblem:
     def _read_before_made(self, order: Sequence[Node]) -> set[Storage]:
         """The storages that operations read before they make them."""
         read: set[Storage] = set()
-        made: set[Storage] = set()
+        results: set[Storage] = set()
         for node in order:
-            read.update(s for s in self.graph.reads(node) if s not in made)
-            made.update(self.graph.allocates(node))
+            read.update(s for s in self.graph.reads(node) if s not in results)
+            results.update(self.graph.allocates(node))
         return read
 
     def _made_once(self, order: Sequence[Node]) -> set[Storage]:

@@ -1,4 +1,4 @@
-"""Where values lie in their storages: each as a tensor without data that is a view of all of its storage."""
+"""The places of values in their storages: each is a tensor without data, and a view of all of its storage."""
 
 # The identity of a storage has no public name.
 # pyright: reportPrivateUsage=false

@@ -186,11 +186,11 @@ class _Writer:
         target = None if write is None else write.written_operand
         if write is None or target is None:
             return
-        made = Value(f"{node.name}_part", target.type, result.storage)
-        self._put(replace(write, results=(made,), annotation=node.annotation or write.annotation))
-        self._put(_seen_whole(node, made))
-        self.places.move(result, made, target)
-        self.makers[result.storage] = [made]
+        memory = Value(f"{node.name}_part", target.type, result.storage)
+        self._put(replace(write, results=(memory,), annotation=node.annotation or write.annotation))
+        self._put(_seen_whole(node, memory))
+        self.places.move(result, memory, target)
+        self.makers[result.storage] = [memory]
         self._take(base.storage, write.name)
 
     def _part(self, node: Node) -> _Part | None:
@@ -238,14 +238,14 @@ class _Writer:
         maker = part.maker
         if maker is None or Trait.IN_PLACE not in maker.traits:
             return None
-        (made,) = maker.values
-        if made.type.dtype is not part.anchor.type.dtype:
+        (result,) = maker.values
+        if result.type.dtype is not part.anchor.type.dtype:
             return None
         if not self._is_free(base.storage, maker, {each.name for each in (*part.scatters, maker)}):
             return None
         target = maker.arguments[0] if maker.arguments else None
         op, keywords = in_place_form(maker.op), maker.keywords
-        if op is not None and isinstance(target, Value) and self._is_at(target, made, part):
+        if op is not None and isinstance(target, Value) and self._is_at(target, result, part):
             if _reads(maker, target, 1):
                 return None
         else:
@@ -260,9 +260,9 @@ class _Writer:
             self._drop(each)
         return replace(maker, op=op, keywords=keywords, traits=_overwriting(maker))
 
-    def _is_at(self, target: Value, made: Value, part: _Part) -> bool:
+    def _is_at(self, target: Value, result: Value, part: _Part) -> bool:
         """Whether what is made in the place of an operand lies where the part does that is written."""
-        is_alike = target.type.shape == made.type.shape
+        is_alike = target.type.shape == result.type.shape
         return is_alike and is_same_place(self.places.through(target, part.views), part.region)
 
     def _by_copy(self, part: _Part, base: Value) -> Node | None:
@@ -339,10 +339,10 @@ class _Writer:
             node: The operation.
             names: The operations that read the storage for the sake of the write.
         """
-        made = self.makers.get(storage, ())
-        if storage in self.fixed or len(made) != 1:
+        values = self.makers.get(storage, ())
+        if storage in self.fixed or len(values) != 1:
             return False
-        maker = self.nodes[self.producer[made[0]]]
+        maker = self.nodes[self.producer[values[0]]]
         here = self.position[node.name]
         if self.position[maker.name] > here or (
             maker.region is not node.region and not maker.is_recomputable

@@ -184,10 +184,10 @@ def _entering(found: Interpretation, names: Mapping[int, str]) -> list[Operand] 
     """
     if found.symbols.decides or not all(_is_only_an_operand(found, name) for name in names.values()):
         return None
-    given = {f"L_{name}": Leaf(place) for place, name in names.items()}
-    nodes = (made.node for made in found.symbols.operations)
+    leaves = {f"L_{name}": Leaf(place) for place, name in names.items()}
+    nodes = (operation.node for operation in found.symbols.operations)
     places = {
-        node: given[str(node.target)] for node in nodes if node.op == "placeholder" and node.target in given
+        node: leaves[str(node.target)] for node in nodes if node.op == "placeholder" and node.target in leaves
     }
     scalars, entering, deciding = _followed(found.symbols.operations, places)
     read = {id(part) for each in entering for part in _parts(each)}
@@ -197,7 +197,7 @@ def _entering(found: Interpretation, names: Mapping[int, str]) -> list[Operand] 
 
 
 def _followed(
-    operations: Iterable[Operation], given: Mapping[fx.Node, Operand]
+    operations: Iterable[Operation], numbers: Mapping[fx.Node, Operand]
 ) -> tuple[dict[fx.Node, Operand], list[Operand], frozenset[int]]:
     """Follows numbers through a graph.
 
@@ -205,18 +205,18 @@ def _followed(
         What is computed from them; what of that operations of tensors take; and the numbers that may decide
         how anything runs.
     """
-    scalars = dict(given)
+    scalars = dict(numbers)
     entering: list[Operand] = []
     deciding: set[int] = set()
-    for made in operations:
-        operands = [scalars[each] for each in _nodes((made.args, made.kwargs), scalars)]
+    for operation in operations:
+        operands = [scalars[each] for each in _nodes((operation.args, operation.kwargs), scalars)]
         if not operands:
             continue
-        is_scalar = isinstance(made.node.meta.get("example_value"), SymInt | SymFloat)
-        scalar = _scalar(made, scalars) if is_scalar else None
+        is_scalar = isinstance(operation.node.meta.get("example_value"), SymInt | SymFloat)
+        scalar = _scalar(operation, scalars) if is_scalar else None
         if scalar is not None:
-            scalars[made.node] = scalar
-        elif not is_scalar and _takes_scalars(made, scalars):
+            scalars[operation.node] = scalar
+        elif not is_scalar and _takes_scalars(operation, scalars):
             entering += operands
         else:
             deciding.update(*map(leaves_of, operands))

@@ -38,7 +38,7 @@ __all__ = [
 
 
 FORWARD = "the module's forward"
-"""What changes if a module gets another forward."""
+"""The name of what differs if a module has got another forward."""
 
 
 @dataclass(frozen=True, slots=True)

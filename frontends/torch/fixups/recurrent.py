@@ -126,7 +126,7 @@ class _Stack(NamedTuple):
         return torch.cat(outputs, -1) if self.bidirectional else outputs[0]
 
     def dropped_before(self, layer: int, data: Tensor) -> Tensor:
-        """What a layer reads: the layer before it goes through dropout."""
+        """Returns what a layer reads: the output of the layer before it, after dropout."""
         return torch.dropout(data, self.dropout, True) if layer and self.dropout and self.train else data
 
 
@@ -156,10 +156,10 @@ def _gru_cell(gates: Tensor, hidden: Tensor, r: Tensor, bias: Tensor | None = No
     """
     size = hidden.shape[1]
     split = (2 * size, size)
-    given, new_given = gates.split(split, 1)
-    known, new_known = functional.linear(hidden, r, bias).split(split, 1)
-    reset, update = (part.sigmoid() for part in (known + given).split(size, 1))
-    new = (new_given + new_known * reset).tanh()
+    of_input, new_of_input = gates.split(split, 1)
+    of_state, new_of_state = functional.linear(hidden, r, bias).split(split, 1)
+    reset, update = (part.sigmoid() for part in (of_state + of_input).split(size, 1))
+    new = (new_of_input + new_of_state * reset).tanh()
     return (hidden - new) * update + new
 
 

@@ -106,11 +106,11 @@ def kernel_layouts(laws: Laws | None = None) -> Generator[None]:
             return results
         operands = tensors_of((args, kwargs))
         with mode:
-            wanted = _wanted(row, operands, tensors_of(results))
+            layouts = _by_laws(row, operands, tensors_of(results))
         if (ASKED in row or not is_own) and all(map(_may_have_data, operands)):
-            wanted = _on_data(func, args, kwargs) or wanted
+            layouts = _on_data(func, args, kwargs) or layouts
         with mode:
-            return _laid_out(results, wanted)
+            return _laid_out(results, layouts)
 
     modes._dispatch_impl = dispatch
     try:
@@ -119,10 +119,10 @@ def kernel_layouts(laws: Laws | None = None) -> Generator[None]:
         modes._dispatch_impl = before
 
 
-_Wanted = list[tuple[int, ...] | None]
+_Layouts = list[tuple[int, ...] | None]
 
 
-def _wanted(row: Sequence[str], operands: Sequence[Tensor], results: Sequence[Tensor]) -> _Wanted:
+def _by_laws(row: Sequence[str], operands: Sequence[Tensor], results: Sequence[Tensor]) -> _Layouts:
     """The strides of each result; None where they stay. Nothing is known but of the CPU's kernels."""
     return [
         strides_by_law(law, result, operands) if law and result.device.type == "cpu" else None
@@ -134,7 +134,7 @@ def _may_have_data(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and all(type(size) is int for size in tensor.shape)
 
 
-def _on_data(func: Any, args: Any, kwargs: Any) -> _Wanted | None:
+def _on_data(func: Any, args: Any, kwargs: Any) -> _Layouts | None:
     """The strides that the kernel gives its results; None if it does not run on zeros."""
 
     def real(leaf: Any) -> Any:
@@ -150,10 +150,10 @@ def _on_data(func: Any, args: Any, kwargs: Any) -> _Wanted | None:
         return [tuple(result.stride()) for result in tensors_of(results)]
 
 
-def _laid_out(results: Any, wanted: _Wanted) -> Any:
+def _laid_out(results: Any, layouts: _Layouts) -> Any:
     """The results, with others in place of those whose strides are not as wanted."""
     leaves, tree = pytree.tree_flatten(results)
-    strides = iter(wanted)
+    strides = iter(layouts)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             own = next(strides, None)

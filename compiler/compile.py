@@ -504,7 +504,10 @@ def _is_same_but_for_batch(a: Input, b: Input) -> bool:
 
 def _counting(plan: Plan, nbytes: int) -> Plan:
     """The plan with what is reserved beside it counted."""
-    there_bytes, dropped_bytes = plan.peak_with_gradients_bytes, plan.peak_without_unused_bytes
+
+    def more(known_bytes: int | None) -> int | None:
+        return None if known_bytes is None else known_bytes + nbytes
+
     return replace(
         plan,
         budget_bytes=plan.budget_bytes + nbytes,
@@ -513,8 +516,9 @@ def _counting(plan: Plan, nbytes: int) -> Plan:
         static_bytes=plan.static_bytes + nbytes,
         minimum_budget_bytes=plan.minimum_budget_bytes + nbytes,
         floor_bytes=plan.floor_bytes + nbytes,
-        peak_with_gradients_bytes=None if there_bytes is None else there_bytes + nbytes,
-        peak_without_unused_bytes=None if dropped_bytes is None else dropped_bytes + nbytes,
+        peak_with_gradients_bytes=more(plan.peak_with_gradients_bytes),
+        peak_without_unused_bytes=more(plan.peak_without_unused_bytes),
+        baseline_without_unused_bytes=more(plan.baseline_without_unused_bytes),
     )
 
 

@@ -28,18 +28,24 @@ class EagerMemory:
         loss_bytes: The most that is alive at a loss that is not known, beside the static bytes.
         alive_bytes: For each kind of operation, the most that is alive while one runs, with its results and
             without its workspace, beside the static bytes. The caller holds all outputs.
+        alive_without_unused_bytes: The same of a caller who drops the outputs that the loss does not use
+            before backward.
     """
 
     static_bytes: int
     loss_bytes: int
     alive_bytes: Mapping[OperationKind, int]
+    alive_without_unused_bytes: Mapping[OperationKind, int]
 
-    def peak_bytes(self, graph: Graph, workspace_bytes: Mapping[Node, int]) -> int:
+    def peak_bytes(
+        self, graph: Graph, workspace_bytes: Mapping[Node, int], *, without_unused: bool = False
+    ) -> int:
         """The peak of the step in bytes.
 
         Args:
             graph: The step as it was captured, whose operations tell the workspaces.
             workspace_bytes: The workspace of each operation.
+            without_unused: Whether the caller drops the outputs that the loss does not use before backward.
         """
         workspaces: dict[OperationKind, int] = {}
         for node in graph.operations:
@@ -48,6 +54,6 @@ class EagerMemory:
                 tuple((t.shape, t.dtype.value, t.strides) for t in (v.type for v in node.operands)),
             )
             workspaces[kind] = max(workspaces.get(kind, 0), workspace_bytes.get(node, 0))
-        alive = self.alive_bytes.items()
-        most = max((nbytes + workspaces.get(kind, 0) for kind, nbytes in alive), default=0)
+        alive = self.alive_without_unused_bytes if without_unused else self.alive_bytes
+        most = max((nbytes + workspaces.get(kind, 0) for kind, nbytes in alive.items()), default=0)
         return self.static_bytes + max(most, self.loss_bytes)

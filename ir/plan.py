@@ -87,7 +87,8 @@ class Plan:
     Args:
         budget_bytes: The budget that was asked for.
         peak_bytes: Predicted peak of a training step under the plan.
-        baseline_peak_bytes: The same of the model as it is written, run by eager.
+        baseline_peak_bytes: The same of the model as it is written, run by eager. It is what percentages are
+            of.
         static_bytes: Parameters, buffers and constants, the inputs of each forward in flight, and the
             reserved bytes.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
@@ -115,6 +116,13 @@ class Plan:
         peak_without_unused_bytes: Predicted peak if the caller drops the outputs that the loss does not use
             before backward; all other peaks, and the budget, are of a caller who holds them. None if the plan
             was written by an earlier version.
+        baseline_source: How the baseline is known: `followed` is eager's step as it is written, followed on
+            tensors without data; `modelled` is the graph as it was captured, with everything kept. "" if the
+            plan was written by an earlier version.
+        baseline_without_unused_bytes: The baseline of a caller who drops those outputs before backward. None
+            if the plan was written by an earlier version.
+        baseline_above_eager_bytes: The part of the baseline that eager does not take: a plan holds the
+            gradients of all outputs until backward ends, and a baseline is no budget that no plan can have.
         loss: The loss that the plan assumes, in words.
         roundings: The reasons why numbers may differ from the model's own by rounding, each with its tensors;
             all others are the same to the bit, but for those in `reordered`.
@@ -150,6 +158,9 @@ class Plan:
     forwards_in_flight: int = 1
     peak_with_gradients_bytes: int | None = None
     peak_without_unused_bytes: int | None = None
+    baseline_source: str = ""
+    baseline_without_unused_bytes: int | None = None
+    baseline_above_eager_bytes: int = 0
     loss: str = ""
     roundings: tuple[Rounding, ...] = ()
     reordered: tuple[Reordered, ...] = ()
@@ -205,7 +216,7 @@ class Plan:
                 "predicted peak",
                 f"{format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes, {saved:.1%} of baseline)",
             ),
-            ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}"),
+            ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}{self._more_baseline}"),
             ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, {self._more_static})"),
             ("in flight", self._in_flight),
             *([("loss", self.loss)] if self.loss else []),
@@ -228,6 +239,18 @@ class Plan:
             *([("kernels", self._kernels)] if self.compiler else []),
             ("strategy", f"{self.strategy}, {self._costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
+
+    @property
+    def _more_baseline(self) -> str:
+        """Says in what the baseline is not eager's step."""
+        if self.baseline_above_eager_bytes:
+            return (
+                f", {self.baseline_above_eager_bytes:,} bytes more than eager's step: a plan holds the "
+                "gradients of outputs until backward ends"
+            )
+        if self.baseline_source == "modelled":
+            return ", modelled: the graph as it was captured, with everything kept"
+        return ""
 
     @property
     def _more_static(self) -> str:
@@ -275,7 +298,13 @@ class Plan:
         """Describes the memory of a step whose caller drops outputs, if that is less."""
         dropped_bytes = self.peak_without_unused_bytes
         if dropped_bytes is not None and dropped_bytes < self.peak_bytes:
-            peak = f"{format_bytes(dropped_bytes)} ({dropped_bytes:,} bytes)"
+            baseline_bytes = self.baseline_without_unused_bytes
+            of = (
+                f", {dropped_bytes / baseline_bytes:.1%} of {format_bytes(baseline_bytes)}"
+                if baseline_bytes
+                else ""
+            )
+            peak = f"{format_bytes(dropped_bytes)} ({dropped_bytes:,} bytes{of})"
             yield "outputs", f"held until backward ends; {peak} if those beside the loss are dropped before"
 
     @property
@@ -397,6 +426,7 @@ _SIGNED = ("overhead", "lower_bound_overhead")
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "action": ACTIONS,
+    "baseline_source": ("", "followed", "modelled"),
     "gradients": tuple(each.value for each in Gradients),
     "policy": tuple(each.value for each in Policy),
 }

@@ -166,7 +166,7 @@ class PlanMemory:
         plan = certify(
             choice,
             limits.budget_bytes,
-            baseline_bytes=planner.baseline_bytes,
+            baseline=planner.baseline,
             seconds=time.thread_time() - limits.started,
             kernels_seconds=planner.kernels_seconds,
         )

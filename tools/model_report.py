@@ -31,6 +31,7 @@ class Inspection:
         roles: Count and bytes of parameters, buffers, inputs, constants.
         operations: Operations of forward and of backward.
         baseline_peak_bytes: Peak of a step that computes nothing twice, static bytes included.
+        baseline_source: How that is known, as in a plan.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
         floor_bytes: What no schedule can go below.
         has_kernels: Whether it runs LSTM layers by kernels, whose time steps may take less.
@@ -43,6 +44,7 @@ class Inspection:
     roles: dict[str, tuple[int, int]]
     operations: tuple[int, int]
     baseline_peak_bytes: int
+    baseline_source: str
     minimum_budget_bytes: int
     floor_bytes: int
     step_seconds: float
@@ -60,6 +62,7 @@ class Inspection:
             "forward_operations": self.operations[0],
             "backward_operations": self.operations[1],
             "baseline_peak_bytes": self.baseline_peak_bytes,
+            "baseline_source": self.baseline_source,
             "minimum_budget_bytes": self.minimum_budget_bytes,
             "floor_bytes": self.floor_bytes,
             "step_seconds": self.step_seconds,
@@ -87,7 +90,8 @@ class Inspection:
             f"{'operations':>12}  {self.operations[0]} forward, {self.operations[1]} backward; a step takes "
             f"{self.step_seconds * 1e3:.4g} ms (costs {self.costs})",
             f"{'baseline':>12}  {format_bytes(self.baseline_peak_bytes)} at its peak "
-            f"({self.baseline_peak_bytes:,} bytes), in {self.peak_operation}",
+            f"({self.baseline_peak_bytes:,} bytes), in {self.peak_operation}"
+            f"{', modelled: the graph as captured' * (self.baseline_source == 'modelled')}",
             f"{'smallest':>12}  {format_bytes(self.minimum_budget_bytes)} budget "
             f"({self.minimum_budget_bytes:,} bytes, "
             f"{self.minimum_budget_bytes / self.baseline_peak_bytes:.1%} of baseline); "
@@ -128,7 +132,8 @@ def inspect_program(program: Program, top: int) -> Inspection:
     return Inspection(
         roles={role.value: _sum(program, role) for role in InputRole if role is not InputRole.TANGENT},
         operations=(len(problem.forward), len(problem.backward)),
-        baseline_peak_bytes=planner.baseline_bytes,
+        baseline_peak_bytes=planner.baseline.peak_bytes,
+        baseline_source=planner.baseline.source,
         minimum_budget_bytes=minimum,
         floor_bytes=floor,
         step_seconds=planner.problem.step_seconds,

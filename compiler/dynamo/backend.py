@@ -218,7 +218,7 @@ class Backend:
 
     @property
     def baseline_bytes(self) -> int:
-        """The same if nothing runs twice, as in eager."""
+        """The same if nothing runs twice, which is modelled: each graph as it was captured."""
         with self._lock:
             return self._budget.baseline_bytes
 

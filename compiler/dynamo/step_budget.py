@@ -504,7 +504,7 @@ class StepBudget:
 
     @property
     def baseline_bytes(self) -> int:
-        """The peak if nothing runs twice."""
+        """The peak if nothing runs twice, which is modelled: each graph as it was captured."""
         chosen = {subgraph: subgraph.solutions.baseline for subgraph in self.subgraphs.values()}
         peaks = (
             subgraph.peak_bytes(chosen) for subgraph in chosen if all(p in chosen for p in subgraph.below)
@@ -517,7 +517,8 @@ class StepBudget:
         lines = [
             f"{'budget':>16}  {format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes)",
             f"{'predicted peak':>16}  {format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes)",
-            f"{'baseline peak':>16}  {format_bytes(self.baseline_bytes)}",
+            f"{'baseline peak':>16}  {format_bytes(self.baseline_bytes)}, modelled: each graph as it was "
+            "captured, with everything kept",
         ]
         if self.outside_bytes:
             how = "" if self.meter is None else ", as measured"

@@ -183,7 +183,8 @@ class _Bands:
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
     part = plan.peak_bytes / max(plan.baseline_peak_bytes, 1)
     baseline = format_bytes(plan.baseline_peak_bytes)
-    yield "predicted peak", format_bytes(plan.peak_bytes), f"{part:.0%} of the original's {baseline}"
+    how = ", modelled" if plan.baseline_source == "modelled" else ""
+    yield "predicted peak", format_bytes(plan.peak_bytes), f"{part:.0%} of the original's {baseline}{how}"
     yield "budget", format_bytes(plan.budget_bytes), f"{plan.budget_bytes:,} bytes"
     yield "overhead", f"{plan.overhead:.2%}", f"none is below {plan.lower_bound_overhead:.2%}"
     smallest = plan.minimum_budget_bytes

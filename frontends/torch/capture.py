@@ -332,6 +332,7 @@ def _eager_memory(flat: FlatModule, graph: Graph) -> EagerMemory | None:
             flat,
             flat.tensors,
             flat.losses[0],
+            unused=flat.unused_places(),
             static_bytes=graph.static_bytes,
             loss_bytes=(graph.loss_bytes, graph.loss_held_bytes),
             around=flat.packed.standing_in,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +47,11 @@ class _Followed(AliveBytes):
         self.mode = mode
         self.device_type = device_type
         self.alive_at: dict[OperationKind, int] = {}
+        self.alive_without_unused: dict[OperationKind, int] = {}
+        """The same without what a caller drops before backward."""
+        self._droppable = set[int]()
+        self._dropped_bytes = 0
+        """The bytes that a caller who holds all outputs still holds, and that are not alive any more."""
         self.reads_others = False
         """Whether it has read a tensor with data that requires a gradient, as a parameter of the loss."""
 
@@ -78,8 +83,20 @@ class _Followed(AliveBytes):
         else:
             self.ignore(tensor)
 
+    def expect_drops(self, tensors: Sequence[Tensor]) -> None:
+        """Counts the storages of these tensors for a caller who holds them, also when they are not alive."""
+        self._droppable = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def died(self, key: int, nbytes: int) -> None:
+        super().died(key, nbytes)
+        if key in self._droppable:  # a later storage may lie at the same address
+            self._droppable.remove(key)
+            self._dropped_bytes += nbytes
+
     def _note(self, kind: OperationKind) -> None:
-        self.alive_at[kind] = max(self.alive_at.get(kind, 0), self.alive_bytes)
+        without = self.alive_without_unused
+        without[kind] = max(without.get(kind, 0), self.alive_bytes)
+        self.alive_at[kind] = max(self.alive_at.get(kind, 0), self.alive_bytes + self._dropped_bytes)
 
 
 def _described(tensor: Tensor) -> OperandKind:
@@ -132,6 +149,7 @@ def eager_memory(
     tensors: Sequence[Tensor],
     loss: Loss | None,
     *,
+    unused: Set[int],
     static_bytes: int,
     loss_bytes: tuple[int, int],
     around: Callable[[], AbstractContextManager[None]],
@@ -146,6 +164,7 @@ def eager_memory(
         tensors: The tensors among its arguments.
         loss: The function from its result to the loss. None if it is not known: then its gradients are there
             until backward has ended.
+        unused: The places of the tensors of the result that the loss does not use.
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
         around: Makes a context for forward and backward, in which a checkpoint runs parts of forward again.
@@ -153,7 +172,7 @@ def eager_memory(
     for kind in (_NoTensor, FakeTensor):
         try:
             with _answering(kind):
-                return _followed(call, module, tensors, loss, static_bytes, loss_bytes, around)
+                return _followed(call, module, tensors, loss, unused, static_bytes, loss_bytes, around)
         except Exception:  # what the capture traces in another way may not run in this one
             continue
     return None
@@ -164,6 +183,7 @@ def _followed(
     module: nn.Module,
     tensors: Sequence[Tensor],
     loss: Loss | None,
+    unused: Set[int],
     static_bytes: int,
     loss_bytes: tuple[int, int],
     around: Callable[[], AbstractContextManager[None]],
@@ -191,6 +211,8 @@ def _followed(
         fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state}
         given = [mode.from_tensor(tensor) for tensor in tensors]
         leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
+        for leaf in leaves:
+            leaf.grad = None  # a step starts without: else it would add to what nothing counts
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(ForeignWrites(mode))
@@ -199,8 +221,8 @@ def _followed(
         stack.enter_context(following_states(followed))
         stack.enter_context(around())
         result = call(*given)
+        outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]
         if loss is None:
-            outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]
             roots = list({id(o): o for o in outputs if o.requires_grad}.values())
             gradients = [torch.empty_like(root) for root in roots]
             at_loss = followed.alive_bytes + loss_bytes[0]
@@ -208,9 +230,13 @@ def _followed(
         else:
             stack.enter_context(dry_run(loss))  # until its hooks have run in backward
             roots, gradients = [loss(result)], None
+        followed.expect_drops(outputs)
+        used = [leaf for k, leaf in enumerate(outputs) if leaf.requires_grad and k not in unused]
+        del result, outputs
         # as at the end of autocast, which is before backward
         torch.clear_autocast_cache()
         stack.enter_context(without_autocast())
         # a checkpoint with another backward takes no list of leaves; others must get no gradient without data
         torch.autograd.backward(roots, gradients, inputs=leaves if followed.reads_others else None)
-    return EagerMemory(static_bytes, at_loss, followed.alive_at)
+        del used  # which the caller holds until here
+    return EagerMemory(static_bytes, at_loss, followed.alive_at, followed.alive_without_unused)

@@ -34,6 +34,7 @@ from ...ir import (
     stored_bytes,
 )
 from .choice import ChosenSchedule
+from .planner import Baseline
 from .problem import CheckpointProblem, Solution
 
 __all__ = ["certify"]
@@ -45,7 +46,7 @@ def certify(
     chosen: ChosenSchedule,
     budget_bytes: int,
     *,
-    baseline_bytes: int,
+    baseline: Baseline,
     seconds: float,
     kernels_seconds: float = math.inf,
 ) -> Plan:
@@ -56,7 +57,7 @@ def certify(
     Args:
         chosen: The schedule, and what is known about smaller budgets.
         budget_bytes: The budget that was asked for.
-        baseline_bytes: The peak of the graph as it was captured, if nothing runs twice.
+        baseline: The memory of the step before it is planned.
         seconds: The time that planning took.
         kernels_seconds: The time of the step by kernels, which time steps are compared with.
     """
@@ -73,7 +74,7 @@ def certify(
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=incumbent.best.peak_bytes,
-        baseline_peak_bytes=baseline_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
         static_bytes=problem.graph.static_bytes,
         minimum_budget_bytes=min(chosen.minimum_bytes, incumbent.best.peak_bytes),
         floor_bytes=chosen.floor_bytes,
@@ -92,6 +93,9 @@ def certify(
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
         peak_without_unused_bytes=dropped.peak_bytes,
+        baseline_source=baseline.source,
+        baseline_without_unused_bytes=baseline.without_unused_bytes,
+        baseline_above_eager_bytes=baseline.peak_bytes - baseline.eager_bytes,
         tiers=tuple(_uses(incumbent.best.schedule, times, tiers)),
         exposed_seconds=_exposed_seconds(incumbent.best, times),
         offloaded_bytes=sum(offloaded.storage.nbytes for offloaded in problem.graph.offloaded_parameters),

@@ -116,7 +116,8 @@ def over_budget(
         f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}{proved}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
         + (_static(problem, tiers[0], offloaded_bytes) if tiers else f"every schedule holds {floor}")
-        + _under_annotations(planner, minimum_bytes, strategy),
+        + _under_annotations(planner, minimum_bytes, strategy)
+        + ("" if strategy else _beside_eager(planner, budget_bytes)),
         minimum_bytes=minimum_bytes,
         at=floor.node.at if floor.node is not None else None,
         help="; ".join(
@@ -126,6 +127,18 @@ def over_budget(
                 *floor.lower,
             )
         ),
+    )
+
+
+def _beside_eager(planner: Planner, budget_bytes: int) -> str:
+    """Says what a plan holds and eager does not, if eager's own step is within the budget; else empty."""
+    eager_bytes = planner.baseline.eager_bytes
+    gradients_bytes = sum(storage.nbytes for storage in planner.problem.graph.tangent_storages)
+    if planner.baseline.source != "followed" or eager_bytes > budget_bytes or not gradients_bytes:
+        return ""
+    return (
+        f"; eager's step takes {eager_bytes} bytes: a plan holds the gradients of outputs, {gradients_bytes} "
+        "bytes, until backward ends"
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ...ir import Graph
+from ...ir import Graph, liveness
 from ..costs.measure_costs import Cost
 from ..program import Program
 from ..rewrites.split_convolutions import rejoined
@@ -16,10 +16,29 @@ from .candidates import Candidates, find_candidates
 from .problem import CheckpointProblem, Solution
 from .search import Incumbent
 
-__all__ = ["Planner", "baseline_bytes", "kernels_seconds", "recomputation_problem"]
+__all__ = ["Baseline", "Planner", "baseline_of", "kernels_seconds", "recomputation_problem"]
 
 _RATIOS = (1.0, 4.0, 16.0, 64.0)
 """A gradient is made last if it is this many times as large as what is held for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The memory of a program's step before it is planned.
+
+    Args:
+        peak_bytes: What 100% is: eager's peak, or the floor of the plans if that is more.
+        eager_bytes: Eager's peak, as it was followed or modelled.
+        without_unused_bytes: The same of a caller who drops the outputs that the loss does not use before
+            backward.
+        source: `followed` if the step was followed as its user wrote it; `modelled` if it is the graph as it
+            was captured, with everything kept.
+    """
+
+    peak_bytes: int
+    eager_bytes: int
+    without_unused_bytes: int
+    source: str
 
 
 @dataclass
@@ -33,7 +52,7 @@ class Planner:
         problem: The problem to solve: of the rewritten graphs and orders of backward, the one that takes
             least.
         original: The graph as it was captured, in its own order.
-        baseline_bytes: Peak of the step as its user wrote it; if that is not known, of the original if
+        baseline: The memory of the step as its user wrote it; if that is not known, of the original if
             nothing runs twice, whatever annotations ask for.
         kernels_seconds: Time of the step by kernels, as `kernels_seconds`.
     """
@@ -41,7 +60,7 @@ class Planner:
     program: Program
     problem: CheckpointProblem = field(init=False)
     original: CheckpointProblem = field(init=False)
-    baseline_bytes: int = field(init=False)
+    baseline: Baseline = field(init=False)
     kernels_seconds: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,12 +69,17 @@ class Planner:
         assert self.program.costs is not None
         self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
         self.problem = recomputation_problem(self.program)
-        self.baseline_bytes = baseline_bytes(self.program, self.original, self.problem.floor_bytes)
+        self.baseline = baseline_of(self.program, self.original, self.problem.floor_bytes)
         self.kernels_seconds = kernels_seconds(self.program)
         self._known: dict[bool, Candidates] = {}
         self._cut_off: Candidates | None = None
         self._learned: list[tuple[str, Solution]] = []
         self._bounds: list[tuple[int, float]] = []
+
+    @property
+    def baseline_bytes(self) -> int:
+        """What a budget of 100% is."""
+        return self.baseline.peak_bytes
 
     def program_of(self, problem: CheckpointProblem) -> Program:
         """The program with the graph of a problem."""
@@ -95,12 +119,12 @@ class Planner:
         return max((seconds for larger, seconds in self._bounds if larger >= budget_bytes), default=0.0)
 
 
-def baseline_bytes(program: Program, original: CheckpointProblem, floor_bytes: int) -> int:
-    """The peak of a program's step before it is planned, in bytes.
+def baseline_of(program: Program, original: CheckpointProblem, floor_bytes: int) -> Baseline:
+    """The memory of a program's step before it is planned.
 
-    It is that of the step as its user wrote it, if workspaces were measured: analytic ones are upper bounds,
-    and only the graph as it was captured is comparable then. It is the floor if no plan can take as little
-    as eager: the engine holds the gradients of all outputs for a module that has one backward.
+    Its peak is that of the step as its user wrote it, if workspaces were measured: analytic ones are upper
+    bounds, and only the graph as it was captured is comparable then. It is the floor if no plan can take as
+    little as eager: the engine holds the gradients of all outputs for a module that has one backward.
 
     Args:
         program: The program.
@@ -108,10 +132,17 @@ def baseline_bytes(program: Program, original: CheckpointProblem, floor_bytes: i
         floor_bytes: The bytes that no plan goes below.
     """
     if program.kernels is not None:
-        return Planner(program.kernels).baseline_bytes
+        return Planner(program.kernels).baseline
+    workspace_bytes = original.costs.workspace_bytes
     if program.eager is not None and not original.costs.is_analytic:
-        return max(program.eager.peak_bytes(original.graph, original.costs.workspace_bytes), floor_bytes)
-    return original.eager.peak_bytes
+        holding, dropping = (
+            program.eager.peak_bytes(original.graph, workspace_bytes, without_unused=without_unused)
+            for without_unused in (False, True)
+        )
+        return Baseline(max(holding, floor_bytes), holding, dropping, "followed")
+    holding = original.eager.peak_bytes
+    dropping = liveness(original.eager.schedule, workspace_bytes, without_unused=True).peak_bytes
+    return Baseline(holding, holding, dropping, "modelled")
 
 
 def kernels_seconds(program: Program) -> float:

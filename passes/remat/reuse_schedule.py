@@ -9,7 +9,7 @@ from ...ir import Graph, Node, Region, Schedule, VerificationError, verify_graph
 from ..program import Program
 from .certificate import certify
 from .choice import ChosenSchedule
-from .planner import baseline_bytes, kernels_seconds
+from .planner import baseline_of, kernels_seconds
 from .problem import CheckpointProblem
 from .search import Incumbent
 
@@ -59,7 +59,7 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
     plan = certify(
         reused,
         budget_bytes,
-        baseline_bytes=baseline_bytes(program, original, problem.floor_bytes),
+        baseline=baseline_of(program, original, problem.floor_bytes),
         seconds=time.thread_time() - started,
         kernels_seconds=kernels_seconds(program),
     )

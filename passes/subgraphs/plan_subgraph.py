@@ -100,7 +100,7 @@ def plan_subgraph(
     plan = certify(
         planned,
         share.budget_bytes,
-        baseline_bytes=planner.baseline_bytes,
+        baseline=planner.baseline,
         seconds=time.thread_time() - limits.started,
         kernels_seconds=planner.kernels_seconds,
     )
@@ -132,7 +132,7 @@ def certified(
     plan = certify(
         ChosenSchedule(shared, Incumbent(name, again), again.peak_bytes, shared.floor_bytes),
         share.budget_bytes,
-        baseline_bytes=subgraph.solutions.baseline_bytes,
+        baseline=subgraph.solutions.baseline_alone,
         seconds=0.0,
         kernels_seconds=subgraph.solutions.kernels_seconds,
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...ir import Graph, Plan, Schedule
 from ..program import Program
-from ..remat.planner import Planner
+from ..remat.planner import Baseline, Planner
 from ..remat.problem import CheckpointProblem, Solution
 from .footprint import Footprint, footprint
 
@@ -170,9 +170,9 @@ class SubgraphSolutions:
         return self.program.graph
 
     @property
-    def baseline_bytes(self) -> int:
-        """The peak of the graph alone, as eager runs it."""
-        return self._known.baseline_bytes
+    def baseline_alone(self) -> Baseline:
+        """The memory of the graph alone, as eager runs it."""
+        return self._known.baseline
 
     @property
     def baseline(self) -> Footprint:

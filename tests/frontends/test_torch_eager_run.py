@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import irc
+from irc.ir import format_bytes
 from irc.passes.costs.allocations import peak_bytes
 
 
@@ -235,6 +236,12 @@ def test_a_result_with_a_loss_is_trained_by_it() -> None:
     plan = fitted.plan
     assert "the result's .loss alone" in plan.summary()
     assert plan.baseline_peak_bytes == measured(model, (x, labels), lambda r: r.loss, holds=True)
+    without_bytes = measured(model, (x, labels), lambda r: r.loss, holds=False)
+    baseline_bytes, peak_bytes = plan.baseline_without_unused_bytes, plan.peak_without_unused_bytes
+    assert baseline_bytes is not None and peak_bytes is not None
+    assert 0 <= baseline_bytes - without_bytes <= 16 and baseline_bytes < plan.baseline_peak_bytes
+    part = f"{peak_bytes / baseline_bytes:.1%} of {format_bytes(baseline_bytes)}"
+    assert f"({peak_bytes:,} bytes, {part}) if those beside the loss" in plan.summary()
     losses: list[Callable[[Any], Tensor]] = [lambda r: r.loss, lambda r: r.loss / 4]
     for scale in losses:
         held, dropped = (measured(fitted, (x, labels), scale, holds=holds) for holds in (True, False))
@@ -244,6 +251,57 @@ def test_a_result_with_a_loss_is_trained_by_it() -> None:
         assert dropped < plan.peak_bytes
     with pytest.raises(irc.UnsupportedError, match="IRC346"):
         fitted(x, labels).logits.sum().backward()
+
+
+class Beside(nn.Module):
+    """Layers side by side, whose results have a loss of their own each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 128)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in self.parts)
+
+
+def squares(results: tuple[Tensor, ...]) -> Tensor:
+    return sum((result.square().mean() for result in results), torch.zeros(()))
+
+
+def test_a_baseline_above_eager_names_the_gradients_of_outputs() -> None:
+    model, x = Beside(), torch.randn(8, 8)
+    plan = irc.optimize(model, (x,), "100%", loss=squares, time_limit=1).plan
+    eager = measured(model, (x,), squares, holds=True)
+    more_bytes, outputs_bytes = plan.baseline_above_eager_bytes, 4 * 8 * 128 * 4
+    assert plan.baseline_peak_bytes == plan.floor_bytes == eager + more_bytes
+    assert 0 < more_bytes <= outputs_bytes
+    assert f"{more_bytes:,} bytes more than eager's step: a plan holds the gradients" in plan.summary()
+    with pytest.raises(irc.BudgetError) as caught:
+        irc.optimize(model, (x,), eager, loss=squares, time_limit=1)
+    assert caught.value.minimum_bytes == plan.peak_bytes
+    why = f"eager's step takes {eager} bytes: a plan holds the gradients of outputs, {outputs_bytes} bytes"
+    assert why in str(caught.value)
+
+
+def test_gradients_that_are_there_do_not_change_the_baseline() -> None:
+    model, x = Beside(), torch.randn(8, 8)
+    before = irc.optimize(model, (x,), "1MiB", loss=squares, time_limit=1).plan
+    squares(model(x)).backward()
+    after = irc.optimize(model, (x,), "1MiB", loss=squares, time_limit=1).plan
+    assert after.baseline_above_eager_bytes == before.baseline_above_eager_bytes
+
+
+def test_a_baseline_that_is_not_followed_is_named_as_modelled() -> None:
+    model, x = Beside(), torch.randn(8, 8)
+    plan = irc.optimize(model, (x,), "100%", costs="analytic").plan
+    assert plan.baseline_source == plan.to_json()["baseline_source"] == "modelled"
+    assert "modelled: the graph as it was captured" in plan.summary()
+    plan = irc.optimize(model, (x,), "100%", time_limit=1).plan
+    assert plan.baseline_source == "followed" and "modelled" not in plan.summary()
+    plan = irc.optimize(model, (x,), "100%", forwards_in_flight=2, time_limit=1).plan
+    assert plan.baseline_source == "modelled"
 
 
 def test_a_loss_of_another_class_may_be_one_of_several_terms() -> None:

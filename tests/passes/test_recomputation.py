@@ -235,7 +235,7 @@ schedule {
         == """\
           budget  1.02 KiB (1,040 bytes)
   predicted peak  1020 B (1,020 bytes, 91.1% of baseline)
-   baseline peak  1.09 KiB
+   baseline peak  1.09 KiB, modelled: the graph as it was captured, with everything kept
           static  200 B (parameters, buffers, inputs)
        in flight  1 forward: its backward comes before the next forward
   with gradients  1.09 KiB (1,120 bytes) of a step that finds .grad there and adds to it; to accumulate \

@@ -125,6 +125,8 @@ class Signature:
         autocast: The device types for which automatic casting was on at capture.
         unused: The forward outputs that have a gradient in the original, and none in the graph, because the
             loss that it was captured for does not use them.
+        reaching_hooks: For each gradient that a hook within the forward sees, the forward outputs that it
+            comes from: if the loss uses none of them, eager has no such gradient.
         branches: The values that the module's Python code reads from tensors, if the graph is specialised to
             them.
         assignments: The attributes that the forward changes.
@@ -141,6 +143,7 @@ class Signature:
     modes: tuple[tuple[str, bool], ...]
     autocast: Autocast = ()
     unused: frozenset[int] = frozenset()
+    reaching_hooks: tuple[frozenset[int], ...] = ()
     branches: tuple[Branch, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     switched: frozenset[int] = frozenset()

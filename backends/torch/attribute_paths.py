@@ -1,4 +1,4 @@
-"""Finds the attributes through which a module holds generators, and tensors that are not its state."""
+"""Finds the attributes and hooks through which a module holds generators, and tensors not of its state."""
 
 # torch has no public way to the tables of a module.
 # pyright: reportPrivateUsage=false
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ...torch_support.inspectable import is_inspectable, store_of
+from ...torch_support.module_hooks import HOOKS, held_by_function, original_of
 
 __all__ = ["AttributePath", "find_all_paths", "find_attribute_paths", "held_at"]
 
 AttributePath = tuple[str, tuple[object, ...]]
-"""The name of a submodule, and the names and keys that lead from its attributes to what it holds."""
+"""The name of a submodule, and the names and keys that lead from an attribute or a hook to what it holds."""
 
 _DEPTH = 4
 """The number of steps from an attribute up to which something is found."""
 _KINDS = (Tensor, torch.Generator)
-_OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset(vars(nn.Module())).difference(HOOKS)
 
 
 def find_attribute_paths(
@@ -71,8 +72,10 @@ def held_at(module: nn.Module, path: AttributePath) -> Tensor | torch.Generator 
 
 
 def _parts(value: Any) -> Mapping[object, object]:
-    """Returns the parts of a container or an object, by key, position or name."""
-    kind = cast("type[Any]", type(value))
+    """Returns the parts of a container, an object or a hook, by key, position or name."""
+    kind = cast("type[Any]", type(value := original_of(value)))
+    if (held := held_by_function(value)) is not None:
+        return held
     if issubclass(kind, dict):
         return dict.copy(cast("dict[object, object]", value))
     if issubclass(kind, (list, tuple)):

@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import FunctionType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ir import THROUGH_DYNAMO, UnsupportedError
-from ...torch_support.recorders import is_recorder, is_recording
+from ...ir import UnsupportedError
+from ...torch_support.module_hooks import HOOKS, hooks_of, is_of_distributed, modules_of_hook, name_of_hook
+from ...torch_support.recorders import is_recorder
 from .program import Program
 from .refuse_wrappers import refuse_wrapped_parts
 
 __all__ = [
     "refuse_hooks",
     "refuse_hooks_of",
+    "refuse_missing_for_hooks",
     "refuse_missing_gradients",
     "refuse_saved_tensor_hooks",
 ]
@@ -31,45 +32,15 @@ _TABLES = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHERS = ("torch.utils.", f"{_PACKAGE}.frontends.")
 """Global hooks of these modules only record which module runs, such as those of `FlopCounterMode`."""
 
 
-def _require_gradient(module: Any, args: Any, output: Any) -> None:
-    output.requires_grad_(True)
-
-
-def _is_same_code(function: Any, other: FunctionType) -> bool:
-    """Whether two functions have the same code, apart from the names of their arguments."""
-    if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
-        return False
-    mine, its = function.__code__, other.__code__
-    return (mine.co_code, mine.co_consts, mine.co_names, mine.co_argcount, mine.co_nlocals) == (
-        its.co_code,
-        its.co_consts,
-        its.co_names,
-        its.co_argcount,
-        its.co_nlocals,
-    )
-
-
-def _module_of(hook: Any) -> str:
-    """Returns the name of the Python module that a hook comes from."""
-    return str(getattr(hook, "__module__", None) or type(hook).__module__)
-
-
-def _modules_of(hook: Any) -> list[str]:
-    """Adds the modules of the hook's base classes: a user's pruning method inherits from torch's."""
-    return [_module_of(hook), *(kind.__module__ for kind in type(hook).__mro__)]
-
-
 def refuse_hooks(root: nn.Module) -> None:
-    """Refuses hooks and wrappers of submodules: a planned step does not call them, so they would be lost.
+    """Refuses hooks and wrappers of submodules that no graph can hold: a planned step does not call them.
 
-    torch's own hooks, such as those of weight and spectral norm, compute tensors and are part of the graph.
-    So are hooks that only record what submodules return (`ir/recorders`), unless a module around this one
-    records, and the hooks of gradient checkpointing, which let the output of an embedding require a gradient.
+    Other hooks on submodules are traced with the forward, if they compute. Hooks that only record what
+    submodules return (`torch_support/recorders.py`) are, unless a module around this one records.
 
     Raises:
         UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
@@ -88,40 +59,27 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
     _refuse_root_hooks(root)
     refuse_wrapped_parts(root, names, submodules)
     for name, child in zip(names, submodules, strict=True):
-        held = child.__dict__
-        if not any(map(held.__getitem__, _HOOKS)):
-            continue
-        for kind in _HOOKS:
-            for hook in held[kind].values():
-                if _is_part_of_graph(hook):
-                    continue
-                if is_recorder(hook):
-                    raise UnsupportedError(
-                        "IRC505",
-                        f"submodule {name!r} records its outputs for a module around this one",
-                        help="call irc.optimize with that module",
-                    )
-                raise UnsupportedError(
-                    "IRC505",
-                    f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
-                    f"{hook!r}), which a planned step would not call",
-                    help="remove it, or register it on the root module or on a parameter; if it is there for "
-                    "gradient checkpointing, gradient_checkpointing_disable(): irc chooses what runs again; "
-                    f"or {THROUGH_DYNAMO}, which calls hooks",
-                )
+        if any(map(child.__dict__.__getitem__, HOOKS)):
+            _refuse_hooks_on(child, name)
 
 
-def _is_part_of_graph(hook: Any) -> bool:
-    """Whether the work of a submodule's hook is part of the traced graph.
-
-    It is if the hook is torch's own and computes tensors, if it records within the forward, and if it lets
-    the submodule's output require a gradient and does nothing else.
-    """
-    if is_recorder(hook):
-        return not is_recording()
-    if _is_same_code(hook, _require_gradient):
-        return True
-    return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _modules_of(hook))
+def _refuse_hooks_on(child: nn.Module, name: str) -> None:
+    for table, _, hook in hooks_of(child):
+        if is_recorder(hook):
+            raise UnsupportedError(
+                "IRC505",
+                f"submodule {name!r} records its outputs for a module around this one",
+                help="call irc.optimize with that module",
+            )
+        if is_of_distributed(hook):
+            raise UnsupportedError(
+                "IRC505",
+                f"submodule {name!r} has a hook of torch's ({name_of_hook(table, hook)}), which a planned "
+                "step would not call",
+                help="call irc.optimize with the plain module, and shard the fitted one",
+            )
+        if table == "_backward_hooks" and child._is_full_backward_hook is False:
+            raise _legacy(f"submodule {name!r}")
 
 
 def _refuse_global_hooks(root: nn.Module) -> None:
@@ -137,7 +95,7 @@ def _refuse_global_hooks(root: nn.Module) -> None:
         return
     for table in _TABLES:
         for hook in tables[table].values():
-            if not _module_of(hook).startswith(_WATCHERS):
+            if not modules_of_hook(hook)[0].startswith(_WATCHERS):
                 kind = table.removeprefix("_global_").replace("_", " ")
                 raise UnsupportedError(
                     "IRC532",
@@ -157,7 +115,7 @@ def _refuse_root_hooks(root: nn.Module) -> None:
     if root._backward_hooks and root._is_full_backward_hook is False:
         raise _legacy("the root module")
     for hook in root._forward_pre_hooks.values():
-        if any(module.startswith("torch.nn.utils.") for module in _modules_of(hook)):
+        if any(module.startswith("torch.nn.utils.") for module in modules_of_hook(hook)):
             raise UnsupportedError(
                 "IRC532",
                 f"a hook of the root module computes its weights before each forward ({type(hook).__name__})",
@@ -208,6 +166,27 @@ def refuse_missing_gradients(
                 f"{static.role.value} {static.target} has a hook ({hooks[0]!r}), and no gradient: the loss "
                 "uses none of the outputs that it comes from",
                 help="remove the hook, or let the module return only what the loss uses",
+            )
+
+
+def refuse_missing_for_hooks(reaching_hooks: Iterable[frozenset[int]], given: frozenset[int]) -> None:
+    """Refuses a backward in which a hook within the forward would be given zeros, and by eager nothing.
+
+    Args:
+        reaching_hooks: For each gradient that such a hook sees, the outputs that it comes from.
+        given: The outputs that the loss uses.
+
+    Raises:
+        UnsupportedError: IRC537.
+    """
+    for outputs in reaching_hooks:
+        if not outputs & given:
+            raise UnsupportedError(
+                "IRC537",
+                "the forward has a hook on gradients, and the loss uses none of the outputs that one of them "
+                f"comes from ({', '.join(map(str, sorted(outputs)))}): eager has none there",
+                help="give irc.optimize loss= the function by which the training loop computes its loss from "
+                "the result, or let the module return only what the loss uses",
             )
 
 

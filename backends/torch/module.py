@@ -151,6 +151,7 @@ class _Fitted(Persistent):
                     in_backward,
                     plans.live_forwards,
                     signature.unused,
+                    signature.reaching_hooks,
                     plans.tiers,
                     compiled.reason,
                 )

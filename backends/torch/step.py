@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from ...torch_support.autocast import autocast_state, would_cast
 from .deliver import Watched, refuse_hooks_on_results
-from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
+from .hooks import refuse_missing_for_hooks, refuse_missing_gradients, refuse_saved_tensor_hooks
 from .live_forwards import LiveForwards
 from .noticed_roundings import notice_layouts, notice_other_terms
 from .offload import Session, State, Tiers
@@ -32,6 +32,7 @@ def run_step(
     in_backward: OptimizersInBackward | None = None,
     live_forwards: LiveForwards | None = None,
     unused: frozenset[int] = frozenset(),
+    reaching_hooks: Sequence[frozenset[int]] = (),
     tiers: Tiers | None = None,
     reason: str = "",
 ) -> tuple[Tensor, ...]:
@@ -43,6 +44,7 @@ def run_step(
         in_backward: Takes the gradients that are released within backward; None if none is released.
         live_forwards: Counts the calls whose backward has not run; None if the caller counts them.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
+        reaching_hooks: For each gradient that a hook within the forward sees, the outputs that it comes from.
         tiers: The tiers that the program copies to; None if it copies nothing.
         reason: The call that the plan was made for, in words.
 
@@ -62,7 +64,8 @@ def run_step(
         check_parameters(program, inputs.__getitem__, in_backward)
     differentiable = (inputs[index] for index in program.differentiable)
     session = _session(tiers or Tiers(), program, inputs, in_backward) if program.copies else None
-    return _Step.apply(program, inputs, in_backward, live_forwards, reason, unused, session, *differentiable)
+    known = live_forwards, reason, unused, reaching_hooks, session
+    return _Step.apply(program, inputs, in_backward, *known, *differentiable)
 
 
 def _session(
@@ -91,6 +94,7 @@ class _Step(torch.autograd.Function):
         live_forwards: LiveForwards | None,
         reason: str,
         unused: frozenset[int],
+        reaching_hooks: Sequence[frozenset[int]],
         copies: Session | None,
         *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -107,6 +111,7 @@ class _Step(torch.autograd.Function):
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.in_backward = program, inputs, saved, in_backward
         ctx.live_forwards, ctx.unused, ctx.copies = live_forwards, unused, copies
+        ctx.reaching_hooks = reaching_hooks
         ctx.versions, ctx.released, ctx.went = versions, released, frozenset[int]()
         ctx.watched = list[Watched]()
         ctx.saved_versions = [_version(value) for value in saved]
@@ -131,7 +136,7 @@ class _Step(torch.autograd.Function):
         program: Program = ctx.program
         picked = [_pick(program, results, program.gradients[k], given) for k in program.differentiable]
         notice_other_terms(program, parameters, picked)
-        return (*[None] * 7, *picked)
+        return (*[None] * 8, *picked)
 
 
 def _run_backward(
@@ -171,6 +176,7 @@ def _check_backward(ctx: Any, program: Program, inputs: list[Tensor], given: fro
     _check_unchanged(program, inputs, ctx.versions)
     _check_outputs_unchanged(ctx.saved, ctx.saved_versions)
     refuse_missing_gradients(ctx, program, inputs, given)
+    refuse_missing_for_hooks(ctx.reaching_hooks, given)
     refuse_hooks_on_results(ctx.watched, program.feeds, given)
     _check_autocast(program)
 

@@ -272,6 +272,8 @@ def _described(error: Exception | None) -> str:
 
 
 def came_in_backward(error: BaseException) -> bool:
-    """Whether an error was raised while the autograd engine ran."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("torch/autograd/" in f.filename.replace("\\", "/") and f.name != "apply" for f in frames)
+    """Whether an error was raised while the autograd engine ran, and not to trace a backward."""
+    frames = [(f.filename.replace("\\", "/"), f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if any(file.endswith("frontends/torch/capture.py") for file, _ in frames):
+        return False
+    return any("torch/autograd/" in file and name != "apply" for file, name in frames)

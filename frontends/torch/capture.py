@@ -59,6 +59,7 @@ from .fixups.casts_within import refuse_casts_within
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
+from .fixups.module_hooks import module_hooks
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
 from .fixups.tangent_layouts import tangent_layouts
@@ -155,15 +156,15 @@ def capture(
 
     Raises:
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC353, IRC536, IRC554 and IRC556,
-            when the graph cannot express something in the module.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC353, IRC505, IRC536, IRC554 and
+            IRC556, when the graph cannot express something in the module.
         UsageError: IRC340, when nothing in the result depends on anything that requires a gradient; IRC349,
             when the forward itself raises.
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
     packed = PackedParts(module)
-    with packed.as_buffers():
+    with packed.as_buffers(), module_hooks(module):
         flat = FlatModule(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
         modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
         return _captured(flat, modes, measure, with_eager=with_eager)
@@ -201,7 +202,7 @@ def lengths_alike(
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted(kwargs.items()))))
     packed = PackedParts(module)
-    with packed.as_buffers(), mode.announced():
+    with packed.as_buffers(), module_hooks(module), mode.announced():
         flat = FlatModule(module, tree, leaves, loss, packed, stepwise=False, time_limit=time_limit)
         flat.mode = mode
         try:
@@ -259,6 +260,10 @@ def _captured(
         modes=tuple((name, child.training) for name, child in flat.module.named_modules()),
         autocast=autocast_state(),
         unused=frozenset(d.index for d in without_use if d.origin in (Origin.COMPUTED, Origin.OUTPUT)),
+        reaching_hooks=tuple(
+            frozenset(shared[k].index for k in places if shared[k].origin is not Origin.INPUT)
+            for places in flat.reaching_hooks
+        ),
         branches=tuple(
             Branch(delivery, reading.read, reading.value, reading.where)
             for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)

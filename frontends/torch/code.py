@@ -14,10 +14,11 @@ from torch import nn
 from ...torch_support.code_names import CodeNames, GlobalTable
 from ...torch_support.containers import CONTAINERS
 from ...torch_support.inspectable import is_inspectable, is_of_library
+from ...torch_support.module_hooks import original_of
 from .closures import closed_over
-from .object_graph import HeldObject, class_items, is_closed, is_plain, walk_from
+from .object_graph import HeldObject, class_items, is_closed, is_plain, reach_of, walk_from
 
-__all__ = ["code_names", "code_reach"]
+__all__ = ["code_names", "code_reach", "hook_reach"]
 
 _ALL_NAMES = frozenset({"globals", "vars"})
 """A function that names one of these may use any name of its file."""
@@ -73,17 +74,30 @@ def _reach(module: nn.Module, own: Iterable[HeldObject]) -> tuple[_Code, list[He
     for child in children:
         held = list(vars(child).values())
         code.follow(held, 0)
-        code.follow(
-            [hook for one in held if type(one) in (dict, OrderedDict) for hook in list(one.values())], 0
-        )
+        hooks = [hook for one in held if type(one) in (dict, OrderedDict) for hook in list(one.values())]
+        code.follow(map(original_of, hooks), 0)
     code.follow(_code_in(own), 1)
+    return code, _led_to(code, found)
+
+
+def hook_reach(hook: Any) -> list[HeldObject]:
+    """Lists what a hook leads to: the objects that it holds, and classes, globals and cells of its code."""
+    own = reach_of([hook])
+    code = _Code(())
+    code.follow([hook], 0)
+    code.follow(_code_in(own), 1)
+    return [*own, *_led_to(code, [])]
+
+
+def _led_to(code: _Code, found: list[HeldObject]) -> list[HeldObject]:
+    """Lists what code leads to, with the classes that were found; follows the code in it."""
     while True:
         known = code.size
         roots = [*found, *code.holders()]
         reached = walk_from(roots)
         code.follow(_code_in([*roots, *reached]), 1)
         if code.size == known:
-            return code, roots + reached
+            return roots + reached
 
 
 class _Code:

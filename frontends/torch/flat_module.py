@@ -20,10 +20,10 @@ from ...ir import Assignment, Delivery, Sharing, UnsupportedError
 from .assignments import unkept_attributes
 from .branches import Branches
 from .fixups.packed_weights import PackedParts
-from .fixups.tensor_hooks import Hooked, refuse_hooks_that_stay
+from .fixups.tensor_hooks import Hooked, keeps_zeros, refuse_hooks_that_stay
 from .fixups.tied_parameters import TiedParameters
 from .global_settings import GlobalSettings
-from .gradients_apart import Seeing, refuse_gradients_apart
+from .gradients_apart import Seeing, reaching_hooks, refuse_gradients_apart
 from .known_values import known_values
 from .length_conditions import SymbolicLength
 from .loss import Loss, has_own_loss, loss_gradients, own_loss
@@ -73,6 +73,8 @@ class FlatModule(nn.Module):
         self.hooked: Hooked = []
         self.seeing: Seeing = {}
         self.apart: set[str] = set()
+        self.reaching_hooks: set[frozenset[int]] = set()
+        """For each gradient that a hook sees, the places of the tensors that it comes from."""
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.gradients: Mapping[int, tuple[int, ...] | None] | None = {} if loss is None else None
         """As of `loss_gradients`; None until a loss that is known was asked."""
@@ -128,9 +130,12 @@ class FlatModule(nn.Module):
         if self.losses == (None,):
             self.apart = refuse_gradients_apart(self.seeing, found)
         unused = self.unused_places()
+        used = {k: leaf for k, leaf in enumerate(found) if k not in unused}
+        hooked = [tensor for tensor, hook in self.hooked if not keeps_zeros(tensor, hook)]
+        self.reaching_hooks = reaching_hooks(used, hooked)
         inputs = (*tensors, *self.module.parameters(), *self.module.buffers())
         as_they_are = {id(t) for t in inputs}
-        as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in unused}
+        as_they_are |= set(map(id, used.values()))
         # a tensor that is returned twice is one output with one gradient, as in eager
         distinct = {id(leaf): leaf for leaf in found}
         order = {key: place for place, key in enumerate(distinct)}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +16,15 @@ from ...ir import Location, UnsupportedError
 from ...torch_support.autograd_graph import nodes_behind
 from .source_lines import user_line
 
-__all__ = ["Seeing", "noting_seeing_nodes", "refuse_gradients_apart"]
+__all__ = ["Seeing", "noting_seeing_nodes", "reaching_hooks", "refuse_gradients_apart"]
 
 Seeing = dict[Any, str | None]
 """Nodes of autograd that are not given zeros for missing gradients, each with the line that asked for it."""
 
 _DECOMPOSITIONS = {"LinalgSvdBackward0": "svd", "LinalgEighBackward0": "eigh", "LinalgEigBackward0": "eig"}
 """Of all operations in torch's samples, those with a formula of their own for gradients of values alone."""
+_OF_MODULE_HOOK = "BackwardHookFunctionBackward"
+"""The nodes around a module with backward hooks."""
 
 
 @contextlib.contextmanager
@@ -78,6 +80,27 @@ def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str
                 "the result, or leave out ctx.set_materialize_grads(False)",
             )
     return {_DECOMPOSITIONS[node.name()] for node in apart}
+
+
+def reaching_hooks(results: Mapping[int, Tensor], hooked: Collection[Tensor]) -> set[frozenset[int]]:
+    """Returns, for each gradient that a hook within the forward sees, the results that it comes from.
+
+    Eager has none for the hook if the loss uses none of these results, where a plan has zeros.
+
+    Args:
+        results: Tensors that the forward returns, by a number of each.
+        hooked: Tensors on which the forward has put a hook that makes something of zeros.
+    """
+    behind = nodes_behind(result.grad_fn for result in results.values())
+    if not hooked and not any(node.name() == _OF_MODULE_HOOK for node in behind):
+        return set()
+    tensors = {(tensor.grad_fn, tensor.output_nr) for tensor in hooked}
+    reached: dict[Any, set[int]] = {}
+    for number, result in results.items():
+        for edge in _edges(result):
+            if edge in tensors or (edge[0] is not None and edge[0].name() == _OF_MODULE_HOOK):
+                reached.setdefault(edge, set()).add(number)
+    return set(map(frozenset, reached.values()))
 
 
 def _edges(result: Tensor) -> Iterator[tuple[Any, int]]:

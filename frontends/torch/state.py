@@ -21,6 +21,7 @@ from ...ir import THROUGH_DYNAMO, Assignment, UnsupportedError
 from ...ir.scalars import Leaf
 from ...torch_support.attribute_reads import AttributeReads, recording_attribute_reads
 from ...torch_support.code_names import CodeNames
+from ...torch_support.module_hooks import modules_of_hook
 from ...torch_support.object_graph import ABSENT
 from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .assignments import unkept_attributes
@@ -399,11 +400,7 @@ def _are_alike(old: Any, new: Any) -> bool:
 
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of torch's, as of weight norm, or of a class made from one of torch's."""
-    modules = [
-        getattr(hook, "__module__", None),
-        *(kind.__module__ for kind in type(hook).__mro__),
-    ]
-    return any(str(name).startswith("torch.") for name in modules)
+    return any(name.startswith("torch.") for name in modules_of_hook(hook))
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:

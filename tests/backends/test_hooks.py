@@ -522,17 +522,24 @@ def test_a_hook_that_asks_for_an_embedding_s_gradient_is_taken(is_frozen: bool) 
 
 
 def _scaling(module: Any, _: Any, made: Any) -> None:
-    made.requires_grad_(True).mul_(2)
+    made.mul_(2)
 
 
 def _flag(module: Any, _: Any, made: Any, flag: bool = True) -> None:
     made.requires_grad_(flag)
 
 
-@pytest.mark.parametrize("hook", [_scaling, _flag])
-def test_a_hook_that_does_more_is_refused_with_the_way_out(hook: Any) -> None:
+def test_a_hook_that_also_computes_is_traced() -> None:
+    ours, tokens = _tokens(), torch.randint(11, (2, 5))
+    ours.embedding.register_forward_hook(_scaling)
+    original = copy.deepcopy(ours)
+    ours = irc.optimize(ours, tokens, "1MiB", costs="analytic", time_limit=1)
+    assert_same(outcome(ours, (tokens,), {}), outcome(original, (tokens,), {}))
+
+
+def test_a_hook_that_does_nothing_here_is_refused_with_the_way_out() -> None:
     ours = _tokens()
-    ours.embedding.register_forward_hook(hook)
+    ours.embedding.register_forward_hook(_flag)
     with pytest.raises(irc.UnsupportedError, match=r"IRC505.*'embedding' has a hook") as raised:
         irc.optimize(ours, torch.randint(11, (2, 5)), "100%", costs="analytic")
     assert raised.value.help is not None and "gradient_checkpointing_disable()" in raised.value.help

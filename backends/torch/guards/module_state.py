@@ -18,11 +18,13 @@ from ....torch_support.attribute_reads import Names
 from ....torch_support.code_names import CodeNames, GlobalTable, items_of
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
+from .hook_state import HookState, held_by_hooks
 from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
 
 __all__ = [
     "ABSENT",
     "CALL",
+    "HOOKS_MARK",
     "Attributes",
     "CodeReads",
     "CodeWatch",
@@ -54,6 +56,8 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The marks that sharding of the whole module leaves in its submodules."""
 _OWN_MARKS = "_irc"
 """The prefix of irc's own marks, which are read from the `__dict__`."""
+HOOKS_MARK = f"{_OWN_MARKS}_hooks"
+"""Stands for the hooks of a submodule among its settings."""
 CALL = "_compiled_call_impl"
 """The attribute by which torch lets a module be called in another way; copies and pickles leave it out."""
 _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK, CALL])
@@ -268,7 +272,12 @@ class ModuleState:
                 of_classes += [(f"{class_name}.{name}", attribute(held, name, known)) for name in names]
         plain = (("training", root.training), *self._of_torch)
         of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
-        self.state: State = (of_root, *((each.kind, each.all) for each in self._settings))
+        self._hooks = HookState(self.submodules)
+        self.state: State = (of_root, *((each.kind, self._with_hooks(each)) for each in self._settings))
+
+    def _with_hooks(self, settings: _Settings) -> Attributes:
+        hooks = self._hooks.of.get(id(settings.module))
+        return settings.all if hooks is None else (*settings.all, (HOOKS_MARK, hooks))
 
     def changed_part(self) -> str | None:
         """Returns the name of a module that has other submodules now, or more or fewer parameters or buffers.
@@ -300,7 +309,7 @@ class ModuleState:
                 return False
             if each.compared.others and not has(each.held, each.compared.others):
                 return False
-        return self._watch.holds()
+        return self._watch.holds() and self._hooks.is_same(held_by_hooks(self.submodules))
 
 
 def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]:

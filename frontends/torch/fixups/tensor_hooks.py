@@ -1,5 +1,8 @@
 """Hooks that a module's forward puts on its own tensors: traced if they compute, else refused."""
 
+# torch's dispatch modes have no public door.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -9,11 +12,14 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ....ir import Location, UnsupportedError
+from .hook_effects import effects_put_back
 
-__all__ = ["Hooked", "refuse_hooks_that_stay", "tensor_hooks"]
+__all__ = ["Hooked", "keeps_zeros", "refuse_hooks_that_stay", "tensor_hooks"]
 
 Hooked = list[tuple[Tensor, Any]]
 """Tensors with the hooks that a forward has put on them."""
@@ -62,6 +68,16 @@ def refuse_hooks_that_stay(hooked: Hooked, state: Iterable[Tensor]) -> None:
                 at=_place(hook),
                 help="register it once, outside of the forward: model.weight.register_hook(...)",
             )
+
+
+def keeps_zeros(tensor: Tensor, hook: _Hook) -> bool:
+    """Whether a hook of a tensor turns a gradient of zeros into no other one, as far as it can be told."""
+    try:
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), effects_put_back(hook):
+            zeros = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+            return not bool(hook(zeros).any())
+    except Exception:  # it computes with what is traced
+        return True
 
 
 def _in_this_thread(replacement: _Method, original: _Method, hooked: Hooked) -> _Method:

@@ -1,0 +1,259 @@
+"""Hooks on submodules: traced where they compute, refused where they act, and compared in each call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.torch_cases import assert_same
+from torch import Tensor, nn
+
+import irc
+from irc.torch_support.module_hooks import HOOKS, HookStandIn
+
+torch.set_num_threads(1)
+
+Calls = list[Any]
+_seen: dict[str, Any] = {}
+
+
+class Pair(nn.Module):
+    """Two results that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        return self.left(y), self.right(y)
+
+
+class Steered:
+    """Adds a vector to what a layer returns."""
+
+    def __init__(self) -> None:
+        self.scale, self.vector = 2.0, torch.linspace(-1, 1, 4)
+
+    def __call__(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return result * self.scale + self.vector
+
+    def method(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return self(module, args, result)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+
+
+def planned(module: nn.Module, *args: Tensor, **options: Any) -> Any:
+    return irc.optimize(module, args, "1MiB", costs="analytic", time_limit=1, **options)
+
+
+def step(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    module.zero_grad()
+    x.grad = None
+    y = module(x)
+    y.square().sum().backward()
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+
+def _scaled(module: nn.Module, args: Any, result: Tensor, by: float = 2.0) -> Tensor:
+    return result * by
+
+
+def _written(module: nn.Module, args: Any, result: Tensor) -> None:
+    result.mul_(2)
+
+
+COMPUTING: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda m: m[1].register_forward_hook(_scaled),
+    "forward, first": lambda m: (
+        m[1].register_forward_hook(lambda module, args, y: y + 1),
+        m[1].register_forward_hook(_scaled, prepend=True),
+    ),
+    "partial": lambda m: m[1].register_forward_hook(functools.partial(_scaled, by=3.0)),
+    "object": lambda m: m[1].register_forward_hook(Steered()),
+    "method": lambda m: m[1].register_forward_hook(Steered().method),
+    "written": lambda m: m[1][0].register_forward_hook(_written),
+    "pre": lambda m: m[1][1].register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    "keywords": lambda m: m[1].register_forward_hook(lambda module, args, kw, y: y + 0.5, with_kwargs=True),
+    "backward": lambda m: m[1][1].register_full_backward_hook(lambda module, g, h: (g[0] * 0.5 + h[0],)),
+    "backward pre": lambda m: m[1].register_full_backward_pre_hook(lambda module, g: (g[0].clamp(-1, 1),)),
+    "first layer": lambda m: m[0].register_full_backward_hook(lambda module, g, h: (g[0] * 2,)),
+    "last layer": lambda m: m[2].register_full_backward_hook(lambda module, g, h: (g[0] + 1,)),
+    "random": lambda m: m[1].register_forward_hook(lambda module, args, y: y * torch.rand(4)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTING)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_that_compute_give_the_numbers_of_eager(kind: str, when: str) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    steps: list[list[Any]] = []
+    for is_planned in (False, True):
+        module = model()
+        if when == "before":
+            COMPUTING[kind](module)
+        if is_planned:
+            module = planned(module, x)
+        if when == "after":
+            COMPUTING[kind](module)
+        torch.manual_seed(1)
+        steps.append([step(module, x) for _ in range(3)])
+        if is_planned:
+            assert len(module.irc_plans) == (2 if when == "after" else 1)
+            assert not module.irc_plans[0].plan.roundings
+    for mine, its in zip(*steps, strict=True):
+        assert_same(mine, its)
+
+
+def test_a_hook_that_is_added_or_removed_is_noticed_each_time() -> None:
+    x, original = torch.randn(3, 4), model()
+    ours = planned(copy.deepcopy(original), x)
+    for count in (2, 2, 2):
+        handles = [module[1].register_forward_hook(_scaled) for module in (original, ours)]
+        assert_same(step(ours, x), step(original, x))
+        for handle in handles:
+            handle.remove()
+        assert_same(step(ours, x), step(original, x))
+        assert len(ours.irc_plans) == count  # the plans are kept
+
+
+def test_what_a_hook_holds_may_change() -> None:
+    x, original, steered = torch.randn(3, 4), model(), Steered()
+    original[1].register_forward_hook(steered.method)
+    ours = planned(copy.deepcopy(original), x)
+    ours[1]._forward_hooks.clear()
+    ours[1].register_forward_hook(steered.method)
+    assert_same(step(ours, x), step(original, x))
+    steered.scale = 3.0
+    assert_same(step(ours, x), step(original, x))
+    steered.vector.mul_(2)
+    assert_same(step(ours, x), step(original, x))
+    count = len(ours.irc_plans)
+    steered.vector = torch.ones(4)
+    assert_same(step(ours, x), step(original, x))
+    assert len(ours.irc_plans) == count  # it is looked up
+    steered.vector = torch.ones(1)
+    assert_same(step(ours, x), step(original, x))
+
+
+def test_what_a_hook_closes_over_may_change() -> None:
+    x, original, scale = torch.randn(3, 4), model(), 2.0
+    original[1].register_forward_hook(lambda module, args, y: y * scale)
+    ours = planned(copy.deepcopy(original), x)
+    for value in (2.0, 3.0, 2.0):
+        scale = value
+        assert_same(step(ours, x), step(original, x))
+    assert len(ours.irc_plans) == 2
+
+
+def _keeping(m: Any) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def hook(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        kept["y"] = result.detach()
+        return result * 2
+
+    m[1].register_forward_hook(hook)
+
+
+def _counting(m: Any) -> None:
+    calls = 0
+
+    def hook(module: nn.Module, gradients: Any, others: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        assert calls <= 3
+        return (gradients[0] * 2,)
+
+    m[1].register_full_backward_hook(hook)
+
+
+def _keeping_gradient(module: nn.Module, gradients: Any, others: Any) -> Any:
+    _seen["gradient"] = others[0]
+    return (gradients[0] * 2,)
+
+
+ACTING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "keeps": (_keeping, r"IRC338.*hook of submodule '1' \(forward hooks.*\) changes .*kept\['y'\]"),
+    "counts in backward": (_counting, r"IRC338.*\(backward hooks: .*changes Python state: calls"),
+    "keeps in backward": (
+        lambda m: m[1].register_full_backward_hook(_keeping_gradient),
+        r"IRC338.*_seen\['gradient'\]",
+    ),
+    "acts in backward": (
+        lambda m: m[1].register_full_backward_hook(lambda module, g, h: None),
+        r"IRC505.*'1' has a hook \(backward hooks: .*\) that returns nothing",
+    ),
+    "acts before backward": (
+        lambda m: m[1].register_full_backward_pre_hook(lambda module, g: None),
+        r"IRC505.*\(backward pre hooks: .*\) that returns nothing",
+    ),
+    "legacy": (lambda m: m[1].register_backward_hook(lambda module, g, h: None), "IRC532.*submodule '1'"),
+}
+
+
+@pytest.mark.parametrize("kind", ACTING)
+def test_hooks_that_act_are_refused_by_name_and_changed_nothing(kind: str) -> None:
+    module, x = model(), torch.randn(3, 4)
+    register, message = ACTING[kind]
+    register(module)
+    _seen.clear()
+    with pytest.raises(irc.UnsupportedError, match=rf"(?s){message}"):
+        planned(module, x)
+    assert not _seen
+    assert not any(
+        isinstance(hook, HookStandIn) for table in HOOKS for hook in vars(module[1])[table].values()
+    )
+
+
+def _one(module: nn.Module, gradients: Any, others: Any) -> Any:
+    return (gradients[0] + 1,)
+
+
+class HookedPair(Pair):
+    """The same with a hook on a tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        left = self.left(y)
+        left.register_hook(lambda gradient: gradient + 1)
+        return left, self.right(y)
+
+
+@pytest.mark.parametrize("kind", ["module", "tensor"])
+def test_a_hook_that_eager_would_not_call_is_refused_in_backward(kind: str) -> None:
+    torch.manual_seed(0)
+    module, x = (Pair if kind == "module" else HookedPair)(), torch.randn(3, 4)
+    if kind == "module":
+        module.left.register_full_backward_hook(_one)
+    original = copy.deepcopy(module)
+    ours = planned(module, x)
+    with pytest.raises(irc.UnsupportedError, match=r"(?s)IRC537.*hook on gradients.*give irc.optimize loss="):
+        ours(x)[1].sum().backward()
+    right: Any = planned(copy.deepcopy(original), x, loss=lambda pair: pair[1].sum())
+    for trained in (original, right):
+        trained(x)[1].sum().backward()
+    assert_same(*({n: p.grad for n, p in m.named_parameters()} for m in (right, original)))
+    for trained in (original, ours):
+        trained.zero_grad()
+        torch.stack(trained(x)).square().sum().backward()
+    assert_same(*({n: p.grad for n, p in m.named_parameters()} for m in (ours, original)))
+
+
+def test_a_measured_peak_is_the_predicted_one() -> None:
+    module, x = model(), torch.randn(64, 4, requires_grad=True)
+    for register in COMPUTING.values():
+        register(module)
+    ours = planned(module, x, loss=lambda y: y.square().sum())
+    plan = ours.irc_plan
+    ours(x).square().sum().backward()
+    peak = irc.measured_peak_bytes(ours, (x,), loss=lambda y: y.square().sum())
+    assert peak <= plan.peak_bytes

@@ -21,7 +21,7 @@ from .running import outcomes
 
 __all__ = ["main"]
 
-_FORM = "irc-module-fuzz-1"
+_FORM = "irc-module-fuzz-2"
 _NEW = 500
 
 
@@ -95,6 +95,7 @@ def page(rows: Sequence[Outcome]) -> str:
                 ["budget raised", "modules"],
                 _counted(Counter(code for row in rows for code in row.budget_codes)),
             ),
+            _never_differed(tried),
             to_markdown(["rounding", "modules that name it", "that differ"], _by_rounding(tried)),
         )
     )
@@ -119,12 +120,14 @@ def _by_kind(rows: Sequence[Outcome]) -> list[list[str]]:
 
 
 def _by_rounding(rows: Sequence[Outcome]) -> list[list[str]]:
-    named, differ = Counter[str](), Counter[str]()
-    for row in rows:
-        for name in {_general(text) for text in row.roundings}:
-            named[name] += 1
-            differ[name] += bool(row.off)
+    named = Counter(name for row in rows for name in {_general(text) for text in row.roundings})
+    differ = Counter(name for row in rows for name in {_general(text) for text in row.differing})
     return [[name, str(number), str(differ[name])] for name, number in named.most_common()]
+
+
+def _never_differed(rows: Sequence[Outcome]) -> str:
+    names = _by_rounding(rows)
+    return f"names of roundings that never differed: {sum(row[2] == '0' for row in names)} of {len(names)}"
 
 
 def _general(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
 import tempfile
 import time
@@ -19,18 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.compiler.compare import difference, largest
 from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, first_line
 from irc.torch_support.bits import same_bits
 
 from .loops import OPTIMIZERS, StepRecord, around, generator_states, loss_of, run
-from .programs import Program, arguments, build, sources, to_json
+from .programs import Program, arguments, build, to_json
+from .rounding import Declared, is_rounding, noise, ulps_apart
 
 __all__ = ["BAD", "Outcome", "Verdict", "examine"]
-
-_MOST_ULPS = 100.0
-_MOST_HALF_ULPS = 16.0
-"""The same where something is computed in 16 bits."""
 
 _SECONDS = 0.3
 _MOST_SECONDS = 20.0
@@ -62,8 +57,9 @@ class Outcome:
         cause: What tells one fault from another: a code, an error with its place, or what differs.
         message: More about it.
         kinds: Of the program's blocks.
-        roundings: The names in the plans' `roundings`, and `reordered` if sums are in another order.
-        off: The tensors that differ by rounding, each with its ulps.
+        roundings: The texts of the plans' roundings, and `reordered` if sums are in another order.
+        differing: Those of which a tensor differs.
+        off: The tensors that differ, each named by a rounding.
         budget_codes: The refusals of a budget after which the smallest one was taken.
         program: The fields of the program, if the verdict is bad or a refusal.
         seconds: Of the processor.
@@ -75,6 +71,7 @@ class Outcome:
     message: str = ""
     kinds: tuple[str, ...] = ()
     roundings: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
     off: tuple[str, ...] = ()
     budget_codes: tuple[str, ...] = ()
     program: Mapping[str, Any] | None = None
@@ -97,8 +94,16 @@ class _Notes:
 
     def __init__(self) -> None:
         self.roundings: set[str] = set()
+        self.differing: set[str] = set()
         self.off: set[str] = set()
         self.codes: list[str] = []
+        self._noise: list[dict[str, float]] | None = None
+
+    def noise(self, program: Program, records: list[StepRecord]) -> list[dict[str, float]]:
+        """How far eager's own noise moves the tensors of each record: measured once, if it is asked for."""
+        if self._noise is None:
+            self._noise = noise(program, records)
+        return self._noise
 
 
 def examine(program: Program) -> Outcome:
@@ -128,6 +133,7 @@ def examine(program: Program) -> Outcome:
         ended.message,
         tuple(block.kind for block in program.blocks),
         tuple(sorted(notes.roundings)),
+        tuple(sorted(notes.differing)),
         tuple(sorted(notes.off)),
         tuple(notes.codes),
         None if is_plain else to_json(program),
@@ -145,13 +151,10 @@ def _compare(program: Program, notes: _Notes, folder: str) -> None:
     finally:
         _check_unchanged(before, original)
     with _errors("step"):
-        steps = run(program, fitted, applies=False)
-        reference = None
+        steps, reference = run(program, fitted, applies=False), None
         for number, record in enumerate(records):
-            mine = steps.send(reference)
-            reference = (
-                record if _check_step(record, mine, fitted, notes, f"step {number}", program) else None
-            )
+            differs = _check_part(records, number, steps.send(reference), fitted, notes, program)
+            reference = record if differs else None
     with _errors("measuring"):
         _check_peak(program, fitted)
 
@@ -246,100 +249,72 @@ def _other_states(expected: Mapping[str, Any], states: Mapping[str, Any]) -> lis
     return [name for name in expected if not same(expected[name], states[name])]
 
 
-def _check_step(
-    expected: StepRecord, record: StepRecord, fitted: Any, notes: _Notes, where: str, program: Program
+def _check_part(
+    records: list[StepRecord], number: int, record: StepRecord, fitted: Any, notes: _Notes, program: Program
 ) -> bool:
-    """Compares what a step leaves.
+    """Compares what a part of a step leaves, tensor by tensor.
+
+    Args:
+        records: Eager's.
+        number: The place of this part among them.
+        record: The fitted module's.
+        fitted: That module.
+        notes: What the run has seen so far.
+        program: The program.
 
     Returns:
         Whether something is off by a rounding that a plan names.
 
     Raises:
-        _Ended: A difference that no plan names, or one that is not a rounding.
+        _Ended: A difference of a tensor that no plan names, or one that is not a rounding.
     """
-    plans: list[Plan] = [plan for _, plan in fitted.irc_plans]
-    names = {text for plan in plans for text in plan.roundings}
-    reordered = {entry.name for plan in plans for entry in plan.reordered}
-    notes.roundings |= names | ({"reordered"} if reordered else set())
+    expected, declared = records[number], Declared.by(fitted)
+    notes.roundings |= {str(each) for each in declared.roundings}
     if states := _other_states(expected.states, record.states):
-        raise _Ended(Verdict.DIFFERENT, f"generators {states}", where)
-    apart: dict[str, float] = {}
-    unit = _unit(program)
-    written_twice = " ".join(text for text in names if text.startswith("buffers "))
-    for name, value in expected.numbers.items():
-        if name.startswith("buffer ") and f" {name.removeprefix('buffer ')}," in written_twice:
-            continue  # named, and more than a rounding
-        apart |= _ulps(name, value, record.numbers.get(name, "missing"), unit)
-    if not apart:
-        return False
-    worst = max(apart, key=lambda name: apart[name])
-    size = _size(apart, expected)
-    others = ", ".join(list(apart)[:6])
-    told = f"{where}: {worst} by {apart[worst]:.3g} ulp; {len(apart)} tensors: {others}"
-    if names or reordered:
-        if size == "not rounding":
-            raise _Ended(
-                Verdict.DIFFERENT, "named, but not rounding", f"{told}; named {[*names, *reordered]}"
-            )
-        notes.off |= apart.keys()
-    elif size == "not rounding" or not _is_unsteady(program):
-        raise _Ended(Verdict.DIFFERENT, f"undeclared, {size}", told)
-    return True
+        raise _Ended(Verdict.DIFFERENT, f"generators {states}", expected.where)
+    pairs = {name: (value, record.numbers.get(name, "missing")) for name, value in expected.numbers.items()}
+    apart = [name for name, pair in pairs.items() if ulps_apart(*pair) is not None]
+    naming = {
+        name: declared.naming(name, apart, "optimizer_in_backward" in program.options) for name in apart
+    }
+    unnamed = [name for name, roundings in naming.items() if not roundings]
+    if unnamed:
+        unsteady = _unsteady(program, number)
+        changed = {name: pairs[name] for name in unnamed if name not in unsteady}
+        size = "rounding" if all(is_rounding(*pair) for pair in changed.values()) else "not rounding"
+        _refuse(f"undeclared, {size}", expected.where, changed, declared)
+    larger = {
+        name: pairs[name]
+        for name, roundings in naming.items()
+        if roundings and not any(each.is_more for each in roundings) and not is_rounding(*pairs[name])
+    }
+    if larger:
+        shifts = notes.noise(program, records)[number]
+        wrong = {n: pair for n, pair in larger.items() if not is_rounding(*pair, shifts.get(n, 0.0))}
+        _refuse("named, but not rounding", expected.where, wrong, declared)
+    notes.off.update(name for name, roundings in naming.items() if roundings)
+    notes.differing |= {str(each) for roundings in naming.values() for each in roundings}
+    return bool(apart)
 
 
-def _size(apart: Mapping[str, float], expected: StepRecord) -> str:
-    """What differences look like: roundings of each tensor, or beside the largest gradient, or more.
+def _refuse(cause: str, where: str, pairs: Mapping[str, tuple[Any, Any]], declared: Declared) -> None:
+    """Ends the run if there are tensors that differ.
 
-    A sum that cancels, as the gradient of a bias before a norm, is noise in itself.
+    Raises:
+        _Ended: There are.
     """
-    if max(apart.values()) <= _MOST_ULPS:
-        return "rounding"
-    gradients = {name: t for name, t in expected.numbers.items() if name.startswith("gradient")}
-    most = {name: largest(t) for name, t in gradients.items() if t is not None}
-    limit = _MOST_ULPS * max(most.values(), default=0.0)
-    is_small = all(off * most.get(name, math.inf) <= limit for name, off in apart.items())
-    return "small" if is_small else "not rounding"
+    if pairs:
+        ulps = {name: ulps_apart(*pair) or 0.0 for name, pair in pairs.items()}
+        worst, others = max(ulps, key=lambda name: ulps[name]), ", ".join(list(ulps)[:6])
+        told = f"{where}: {worst} by {ulps[worst]:.3g} ulp; {len(ulps)} tensors: {others}"
+        named = sorted(map(str, declared.roundings))
+        raise _Ended(Verdict.DIFFERENT, cause, f"{told}; named {named}" if named else told)
 
 
-def _is_unsteady(program: Program) -> bool:
-    """Whether eager itself gives other numbers when it runs again."""
-    twice = [_eager(program) for _ in range(2)]
-    return any(
-        _ulps(name, value, other.numbers[name], 0.0)
-        for one, other in zip(*twice, strict=True)
-        for name, value in one.numbers.items()
-    )
-
-
-def _unit(program: Program) -> float:
-    """The ulp of 1 in the coarsest type that a program computes in."""
-    words = str(program) + " ".join(sources(program))
-    if any(word in words for word in ("autocast", "float16", "half", "cast(")):
-        return torch.finfo(torch.bfloat16).eps * _MOST_HALF_ULPS / _MOST_ULPS
-    return torch.finfo(getattr(torch, program.dtype)).eps
-
-
-def _ulps(name: str, expected: Any, value: Any, unit: float) -> dict[str, float]:
-    """How far a tensor is off, in ulps of its largest element; empty if its bits are the same.
-
-    Args:
-        name: Of the tensor.
-        expected: The original's.
-        value: The fitted module's.
-        unit: The least ulp of 1.
-    """
-    if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
-        same = type(expected) is type(value) and (expected == value or expected != expected)
-        return {} if same else {name: math.inf}
-    if same_bits(expected, value):
-        return {}
-    off, scale = difference(expected, value), largest(expected)
-    if expected.dtype != value.dtype or not (expected.is_floating_point() or expected.is_complex()):
-        return {name: math.inf}
-    if off == 0:
-        return {name: 0.0}  # zeros of another sign
-    ulp = max(unit, torch.finfo(expected.dtype).eps) * scale
-    return {name: off / ulp if ulp else math.inf}
+def _unsteady(program: Program, number: int) -> set[str]:
+    """The tensors of a part that differ if eager itself runs again."""
+    one, other = (_eager(program)[number].numbers for _ in range(2))
+    return {name for name, value in one.items() if ulps_apart(value, other[name]) is not None}
 
 
 def _check_peak(program: Program, fitted: Any) -> None:

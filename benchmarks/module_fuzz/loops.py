@@ -25,14 +25,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class StepRecord:
-    """What a step leaves: copies of tensors, and other values.
+    """What a part of a step leaves: copies of tensors, and other values.
 
     Args:
+        where: The step and its part.
         numbers: Outputs, losses, gradients, parameters and buffers by name; None if there is no gradient.
         states: Of generators.
         optimizer: Tensors of the optimizer's state, in order.
     """
 
+    where: str = ""
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     optimizer: list[Tensor] = field(default_factory=list[Tensor])
@@ -72,10 +74,11 @@ def generator_states() -> dict[str, Any]:
 def run(
     program: Program, module: nn.Module, *, applies: bool = True
 ) -> Generator[StepRecord, StepRecord | None]:
-    """Takes the steps of a program's loop, and yields what each leaves.
+    """Takes the steps of a program's loop, and yields what each part of a step leaves.
 
-    It may be sent what the same step of another run left: its numbers are the module's before the next step,
-    so that roundings do not add up.
+    The parts are each backward with its forwards, then what the loop makes of the gradients, then forwards
+    beside training. `run` may be sent what the same part of another run left: its numbers are the module's
+    before the next part, so that roundings do not add up, and what eager computes from them has equal bits.
 
     Args:
         program: The program.
@@ -89,33 +92,46 @@ def run(
     number = 0
     for step in range(loop.steps):
         _seed(program.seed + step)
-        record = StepRecord()
         if step == 1 and loop.freezes:
             next(module.parameters()).requires_grad_(False)
         _zero(module, loop.zeroing, is_forced=named is not None)
-        for _ in range(loop.accumulated):
+        for backward in range(loop.accumulated):
+            record = StepRecord(f"step {step}, backward {backward}")
             inputs = [arguments(program, number + i) for i in range(loop.in_flight)]
             number += loop.in_flight
             _forwards_and_backward(program, module, inputs, record)
+            if not program.options.get("optimizer_in_backward"):
+                _note_gradients(record, "gradient", module)
+            _restore((yield _ended(record, module)), module, optimizer)
+        record = StepRecord(f"step {step}, update")
         if loop.clips:
             record.numbers["norm"] = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1).clone()
-        if not program.options.get("optimizer_in_backward"):
-            for name, parameter in module.named_parameters():
-                record.numbers[f"gradient of {name}"] = _copied(parameter.grad)
+            _note_gradients(record, "clipped gradient", module)
         if optimizer is not None:
             optimizer.step()
             record.optimizer = [tensor.clone() for tensor in _tensors_of(optimizer)]
+        record.numbers |= {f"parameter {name}": _copied(p) for name, p in module.named_parameters()}
+        _restore((yield _ended(record, module)), module, optimizer)
+        record = StepRecord(f"step {step}, forwards beside it")
         if loop.evaluates:
             _evaluate(module, program, record)
         if loop.looks:
             with torch.no_grad(), around(program):
                 _note(record, f"look {step}", module(*arguments(program, 50)))
-        for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-            record.numbers |= {f"{kind} {name}": _copied(tensor) for name, tensor in tensors}
-        record.states = generator_states()
-        reference = yield record
-        if reference is not None:
-            _restore(reference, module, optimizer)
+        if loop.evaluates or loop.looks:
+            _restore((yield _ended(record, module)), module, optimizer)
+
+
+def _ended(record: StepRecord, module: nn.Module) -> StepRecord:
+    """The record, with what each part of a step may change."""
+    record.numbers |= {f"buffer {name}": _copied(buffer) for name, buffer in module.named_buffers()}
+    record.states = generator_states()
+    return record
+
+
+def _note_gradients(record: StepRecord, kind: str, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        record.numbers[f"{kind} of {name}"] = _copied(parameter.grad)
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -143,10 +159,11 @@ def _zero(module: nn.Module, way: str, *, is_forced: bool) -> None:
 def _note(record: StepRecord, name: str, result: Any) -> None:
     leaves, tree = pytree.tree_flatten(result)
     record.numbers[f"{name}, structure"] = str(tree)
-    for index, leaf in enumerate(leaves):
-        record.numbers[f"{name}, output {index}"] = _copied(leaf) if isinstance(leaf, Tensor) else leaf
-        if isinstance(leaf, Tensor):
-            record.numbers[f"{name}, output {index}, requires_grad"] = leaf.requires_grad
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    record.numbers[f"{name}, other results"] = str([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+    for index, tensor in enumerate(tensors):
+        record.numbers[f"{name}, output {index}"] = _copied(tensor)
+        record.numbers[f"{name}, output {index}, requires_grad"] = tensor.requires_grad
 
 
 def _forwards_and_backward(program: Program, module: nn.Module, inputs: Any, record: StepRecord) -> None:
@@ -202,18 +219,21 @@ def _evaluate(module: nn.Module, program: Program, record: StepRecord) -> None:
     module.train(was_training)
 
 
-def _restore(record: StepRecord, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Sets a module's numbers, and its optimizer's, to those of another run."""
+def _restore(record: StepRecord | None, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Sets a module's numbers, and its optimizer's, to those of another run, if there is one."""
+    if record is None:
+        return
     tensors: Mapping[str, Any] = {
         **{f"parameter {name}": p for name, p in module.named_parameters()},
         **{f"buffer {name}": b for name, b in module.named_buffers()},
         **{f"gradient of {name}": p.grad for name, p in module.named_parameters()},
+        **{f"clipped gradient of {name}": p.grad for name, p in module.named_parameters()},
     }
     with torch.no_grad():
         for name, tensor in tensors.items():
             value = record.numbers.get(name)
             if tensor is not None and value is not None and tensor.layout == torch.strided:
                 tensor.detach().copy_(value)
-        if optimizer is not None:
+        if optimizer is not None and record.optimizer:
             for one, other in zip(_tensors_of(optimizer), record.optimizer, strict=True):
                 one.copy_(other)

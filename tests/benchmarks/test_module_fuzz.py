@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import irc
 from benchmarks.module_fuzz import compare
-from benchmarks.module_fuzz.__main__ import main
+from benchmarks.module_fuzz.__main__ import main, page
 from benchmarks.module_fuzz.blocks import KINDS
-from benchmarks.module_fuzz.compare import BAD, Verdict, examine
+from benchmarks.module_fuzz.compare import BAD, Outcome, Verdict, examine
+from benchmarks.module_fuzz.loops import run
 from benchmarks.module_fuzz.programs import (
     Block,
     Loop,
     Program,
+    build,
     draw,
     from_json,
     to_json,
     undescribed_options,
 )
+from benchmarks.module_fuzz.rounding import noise
 from benchmarks.module_fuzz.running import Worker
 from benchmarks.module_fuzz.shrink import shrunk
-from irc.ir import UnsupportedError
+from irc.backends.torch.original import FITTED
+from irc.ir import Rounding, UnsupportedError
 
 PLAIN = Program(3, (Block("linear", 1), Block("softmax", 2)))
 MODULES, GROUP = 200, 10
@@ -51,34 +56,119 @@ def test_a_seed_draws_the_same_program_each_time() -> None:
     assert len(set(map(str, programs))) == 40
 
 
-class _Wrong:
-    """In place of `irc.optimize`: the module itself, with something wrong."""
+@dataclass(frozen=True)
+class _Fault:
+    """Spoils a tensor of each record of the fitted module, and has its plans name some tensors.
 
-    def __init__(self, **attributes: Any) -> None:
-        self.plan = irc.Plan(1, 1, 1, 0, 1, 1, None, 0.0, 0.0, True, "keep-all", "analytic", **attributes)
+    Args:
+        tensor: As records name it; nothing is spoilt if there is none.
+        ulps: By how many ulps of its largest element.
+        roundings: What the plans name.
+    """
 
-    def __call__(self, module: Any, *_: Any, **__: Any) -> Any:
-        module.irc_plans = [("the example", self.plan)]
-        next(module.parameters()).register_hook(self.spoil)
-        return module
+    tensor: str
+    ulps: float
+    roundings: tuple[Rounding, ...] = ()
 
-    def spoil(self, gradient: Tensor) -> Tensor:
-        return gradient * 1.5
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        optimize = irc.optimize
+
+        def naming(*args: Any, **kwargs: Any) -> Any:
+            fitted = optimize(*args, **kwargs)
+            for compiled in vars(fitted)[FITTED].compiled_plans:
+                compiled.program.noticed_roundings.update(dict.fromkeys(self.roundings))
+            return fitted
+
+        monkeypatch.setattr(irc, "optimize", naming)
+        monkeypatch.setattr(compare, "run", self._run)
+
+    def _run(self, program: Program, module: nn.Module, *, applies: bool = True) -> Any:
+        steps, reference = run(program, module, applies=applies), None
+        while True:
+            try:
+                record = steps.send(reference)
+            except StopIteration:
+                return
+            if not applies and isinstance(value := record.numbers.get(self.tensor), Tensor):
+                step = self.ulps * torch.finfo(value.dtype).eps * value.abs().max()
+                spoilt = value.clone()
+                spoilt.view(-1)[value.abs().argmax()] += step
+                record.numbers[self.tensor] = spoilt
+            reference = yield record
 
 
-def test_an_undeclared_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(irc, "optimize", _Wrong())
+SCALE, BIAS = "gradient of scale", "gradient of blocks.0.block.l.bias"
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (_Fault(SCALE, 1), "undeclared, rounding"),
+        (
+            _Fault(SCALE, 1, (Rounding("another", ("blocks.0.block.l.weight", "output 0")),)),
+            "undeclared, rounding",
+        ),
+        (_Fault(SCALE, 1e6, (Rounding("another", ()),)), "undeclared, not rounding"),
+        (_Fault(SCALE, 1000, (Rounding("it", ("scale",)),)), "named, but not rounding"),
+        (_Fault(SCALE, 1000, (Rounding("all"),)), "named, but not rounding"),
+        (_Fault("forward 0, output 0", 1, (Rounding("it", ("output 1",)),)), "undeclared, rounding"),
+        (_Fault("loss 0", 1, (Rounding("all"),)), "undeclared, rounding"),
+        (_Fault("parameter scale", 1, (Rounding("all"),)), "undeclared, rounding"),
+    ],
+)
+def test_a_difference_is_judged_by_its_tensor(
+    monkeypatch: pytest.MonkeyPatch, fault: _Fault, cause: str
+) -> None:
+    fault.install(monkeypatch)
     outcome = examine(PLAIN)
-    assert outcome.verdict is Verdict.DIFFERENT and "gradient of scale" in outcome.message
+    assert outcome.verdict is Verdict.DIFFERENT and outcome.cause == cause
+    assert f": {fault.tensor} by " in outcome.message and "; 1 tensors: " in outcome.message
 
 
-def test_a_named_difference_must_be_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(irc, "optimize", _Wrong(roundings=("all numbers",)))
-    assert examine(PLAIN).cause == "named, but not rounding"
-    monkeypatch.setattr(_Wrong, "spoil", lambda _, gradient: gradient * (1 + 1e-6))
-    monkeypatch.setattr(irc, "measured_peak_bytes", lambda *_, **__: 1)
+@pytest.mark.parametrize(
+    ("fault", "differing"),
+    [
+        (_Fault("", 0, (Rounding("it", ("scale",)), Rounding("all"))), ()),
+        (_Fault(SCALE, 1, (Rounding("it", ("scale",)), Rounding("other", ("output 0",)))), ("it",)),
+        (_Fault(SCALE, 50, (Rounding("it", ("scale",)), Rounding("all"))), ("all", "it")),
+        (_Fault("forward 0, output 0", 50, (Rounding("it", ("output 0",)),)), ("it",)),
+        (_Fault(SCALE, 1e6, (Rounding("it", ("scale",), is_more=True),)), ("it",)),
+    ],
+)
+def test_named_differences_that_are_roundings_pass_and_are_counted(
+    monkeypatch: pytest.MonkeyPatch, fault: _Fault, differing: tuple[str, ...]
+) -> None:
+    fault.install(monkeypatch)
     outcome = examine(PLAIN)
-    assert outcome.verdict is Verdict.ROUNDING and outcome.off == ("gradient of scale",)
+    assert outcome.verdict is (Verdict.ROUNDING if differing else Verdict.EQUAL), str(outcome)
+    assert outcome.roundings == tuple(sorted(map(str, fault.roundings))) and outcome.differing == differing
+    assert outcome.off == ((fault.tensor,) if differing else ())
+
+
+def test_a_sum_that_cancels_may_differ_by_eagers_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a bias before a norm is what rounding leaves of terms whose sum is zero."""
+    program = replace(PLAIN, blocks=(Block("linear", 1), Block("batch_norm", 2)), loop=Loop(steps=1))
+    (record, *_) = run(program, build(program))
+    bias = record.numbers[BIAS]
+    shift = noise(program, [record])[0][BIAS]
+    assert bias.abs().max() < 1e-6 < shift * 1e3
+    for shifts, verdict in ((5, Verdict.ROUNDING), (1000, Verdict.DIFFERENT)):
+        ulps = shifts * shift / (torch.finfo(bias.dtype).eps * float(bias.abs().max()))
+        with monkeypatch.context() as patch:
+            _Fault(BIAS, ulps, (Rounding("it", ("blocks.0.block.l.bias",)),)).install(patch)
+            assert ulps > 100 and examine(program).verdict is verdict
+
+
+def test_the_page_tells_which_names_never_differed() -> None:
+    texts = "the gradient of input 0, which", "numbers of LSTM layers (a.py:3 in forward): eager"
+    rows = [
+        Outcome(1, Verdict.EQUAL, roundings=texts),
+        Outcome(2, Verdict.ROUNDING, roundings=texts, differing=texts[:1]),
+    ]
+    lines = page(rows).splitlines()
+    assert "names of roundings that never differed: 1 of 2" in lines
+    (row,) = (line.split() for line in lines if line.startswith("| numbers of LSTM"))
+    assert row[-5:] == ["|", "2", "|", "0", "|"]
 
 
 def test_a_peak_over_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

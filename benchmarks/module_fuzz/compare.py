@@ -21,7 +21,15 @@ import irc
 from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, first_line
 from irc.torch_support.bits import same_bits
 
-from .loops import OPTIMIZERS, StepRecord, around, generator_states, loss_of, run
+from .loops import (
+    OPTIMIZERS,
+    StepRecord,
+    around,
+    generator_states,
+    keeping_generators,
+    loss_of,
+    run,
+)
 from .programs import Program, arguments, build, to_json
 from .rounding import Declared, is_rounding, noise, ulps_apart
 
@@ -313,7 +321,8 @@ def _refuse(cause: str, where: str, pairs: Mapping[str, tuple[Any, Any]], declar
 
 def _unsteady(program: Program, number: int) -> set[str]:
     """The tensors of a part that differ if eager itself runs again."""
-    one, other = (_eager(program)[number].numbers for _ in range(2))
+    with keeping_generators():
+        one, other = (_eager(program)[number].numbers for _ in range(2))
     return {name for name, value in one.items() if ulps_apart(value, other[name]) is not None}
 
 

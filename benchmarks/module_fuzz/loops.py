@@ -15,7 +15,15 @@ from torch.utils import _pytree as pytree
 
 from .programs import Program, arguments
 
-__all__ = ["OPTIMIZERS", "StepRecord", "around", "generator_states", "loss_of", "run"]
+__all__ = [
+    "OPTIMIZERS",
+    "StepRecord",
+    "around",
+    "generator_states",
+    "keeping_generators",
+    "loss_of",
+    "run",
+]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -69,6 +77,18 @@ def generator_states() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy_state = str((name, hash(np.asarray(keys).tobytes()), rest))
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy_state}
+
+
+@contextlib.contextmanager
+def keeping_generators() -> Generator[None]:
+    """Leaves the generators as they are: a program runs once more between the parts of another run's step."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def run(

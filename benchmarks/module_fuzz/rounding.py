@@ -35,7 +35,7 @@ from irc.compiler.compare import difference, largest, names_in_plan
 from irc.ir import Plan, Rounding, tensor_name
 from irc.torch_support.bits import same_bits
 
-from .loops import StepRecord, run
+from .loops import StepRecord, keeping_generators, run
 from .programs import Program, build
 
 __all__ = ["Declared", "is_rounding", "noise", "ulps_apart"]
@@ -157,7 +157,8 @@ def noise(program: Program, records: Sequence[StepRecord]) -> list[dict[str, flo
         The shifts by name, for each record; none if its step cannot run so.
     """
     try:
-        runs = [list(_moved(program, records, seed)) for seed in range(_NOISY_RUNS)]
+        with keeping_generators():
+            runs = [list(_moved(program, records, seed)) for seed in range(_NOISY_RUNS)]
     except Exception:
         return [{} for _ in records]  # an operation that no mode can see: 100 ulp are then all that passes
     return [

@@ -660,6 +660,8 @@ _STAYING = frozenset(
 )
 """The views that begin where their operand begins."""
 
+_ALIASES = frozenset(("aten.detach.default", "aten.alias.default"))
+
 
 class _Views:
     """The views of a graph, derived with as few calls as possible.
@@ -676,10 +678,15 @@ class _Views:
         self.known: dict[Value, Value] = {}
 
     def shortest(self, value: Value) -> Value:
-        """Returns the earliest value that lies in memory as this one does: it is the same to an operation."""
+        """Returns the earliest value that lies in memory as this one does: it is the same to an operation.
+
+        A dimension of size one may have another stride than its type says, by which kernels choose how they
+        sum (`passes/rewrites/real_layouts.py`): such a value is derived as eager derives it.
+        """
         if value not in self.known:
             found, base = value, value
-            while (node := self.of.get(base)) is not None and node.op in _STAYING:
+            passing = _ALIASES if 1 in self.type_of(value).shape else _STAYING
+            while (node := self.of.get(base)) is not None and node.op in passing:
                 base = node.operands[0]
                 found = base if self.type_of(base) == self.type_of(value) else found
             self.known[value] = found

@@ -130,6 +130,25 @@ def test_reductions_of_tensors_in_any_layout_have_the_bits_of_eager(layout: str,
     assert_trains_as_eager(Layer(REDUCTIONS[name], LAYOUTS[layout]), torch.randn(4, 6, 8))
 
 
+class ImagesOfOneChannel(nn.Module):
+    """Two norms of images whose dimensions of size one have strides that a trace does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm = nn.Linear(8, 8), nn.BatchNorm2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for _ in range(2):
+            x = self.norm(x[:, None].to(memory_format=torch.channels_last)).squeeze(1)
+        return x.square().mean()
+
+
+def test_norms_of_one_channel_sum_as_in_eager() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(ImagesOfOneChannel(), torch.randn(1, 6, 8))
+
+
 class Result(nn.Module):
     """A layer whose result is laid out otherwise."""
 

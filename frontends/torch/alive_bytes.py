@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Generator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -70,18 +70,13 @@ class AliveBytes(TorchDispatchMode):
         self.alive_bytes += nbytes
 
 
-@contextlib.contextmanager
-def following_states(followed: AliveBytes) -> Generator[None]:
+def following_states(followed: AliveBytes) -> contextlib.AbstractContextManager[Any]:
     """Meanwhile, the states of the generator that checkpoints keep are counted, which no mode sees."""
     before = torch.get_rng_state
 
     def state() -> Tensor:
-        found = before()
-        followed.follow(found)
-        return found
+        copy = before()
+        followed.follow(copy)
+        return copy
 
-    torch.get_rng_state = state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = before
+    return patch.object(torch, "get_rng_state", state)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -47,8 +47,7 @@ class CastCaches:
         is_cached = self._is_cached() if is_within else self._is_cached_around
         return CastCache(self._number, frozenset(dtypes)) if is_cached else None
 
-    @contextlib.contextmanager
-    def counting(self) -> Generator[None]:
+    def counting(self) -> contextlib.AbstractContextManager[Any]:
         """While active, what clears the cache in this thread begins another one."""
         clear, thread = torch.clear_autocast_cache, threading.get_ident()
 
@@ -59,12 +58,7 @@ class CastCaches:
         def is_cached() -> bool:
             return self._is_cached_around if threading.get_ident() == thread else self._is_cached()
 
-        torch.clear_autocast_cache = cleared
-        torch.is_autocast_cache_enabled = is_cached
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache, torch.is_autocast_cache_enabled = clear, self._is_cached
+        return patch.multiple(torch, clear_autocast_cache=cleared, is_autocast_cache_enabled=is_cached)
 
 
 def _depth() -> int:

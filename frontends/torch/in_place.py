@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from typing import Any
+from unittest.mock import patch
 
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,12 +47,8 @@ def noting_writes() -> Generator[None]:
             node.meta[_KEY] = True
         return node
 
-    fx.Graph.create_node = noting  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        with writing:
-            yield
-    finally:
-        fx.Graph.create_node = create_node
+    with patch.object(fx.Graph, "create_node", noting), writing:
+        yield
 
 
 def is_in_place(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tag, Tensor
@@ -73,13 +74,8 @@ def known_values(lengths: ByLength | None = None) -> Generator[None]:
         lengths: If one size is a symbol: values that depend on it are computed for every length when they
             are read.
     """
-    tolist = FunctionalTensor.tolist
-    FunctionalTensor.tolist = _numbers  # torch's own reads past the modes
-    try:
-        with _KnownValues(lengths):
-            yield
-    finally:
-        FunctionalTensor.tolist = tolist
+    with patch.object(FunctionalTensor, "tolist", _numbers), _KnownValues(lengths):
+        yield  # torch's own `tolist` reads past the modes
 
 
 def _numbers(self: Tensor) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -42,16 +43,11 @@ class TraceMode:
     exporting: bool = False
     specialize_branches: bool = False
 
-    @contextlib.contextmanager
-    def announced(self) -> Generator[None]:
+    def announced(self) -> contextlib.AbstractContextManager[Any]:
         """Lets torch give these answers meanwhile."""
-        before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-        torch.compiler._is_compiling_flag = self.compiling
-        torch.compiler._is_exporting_flag = self.exporting
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+        return patch.multiple(
+            torch.compiler, _is_compiling_flag=self.compiling, _is_exporting_flag=self.exporting
+        )
 
 
 TRACE_MODES = (TraceMode(), TraceMode(compiling=True, exporting=True), TraceMode(compiling=True))
@@ -79,8 +75,7 @@ They are views that are a flag of the tensor, which a type does not tell: each i
 """
 
 
-@contextlib.contextmanager
-def unread_draws_stay() -> Generator[None]:
+def unread_draws_stay() -> contextlib.AbstractContextManager[Any]:
     """Keeps the tracer from dropping draws that nothing reads: they move the generator."""
     eliminate = fx.Graph.eliminate_dead_code
 
@@ -90,11 +85,7 @@ def unread_draws_stay() -> Generator[None]:
 
         return eliminate(graph, stays)
 
-    fx.Graph.eliminate_dead_code = keeping  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        fx.Graph.eliminate_dead_code = eliminate
+    return patch.object(fx.Graph, "eliminate_dead_code", keeping)
 
 
 _CHECK = "aten::_linalg_check_errors"

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return any(size > 1 and step == 0 for size, step in zip(shape, strides, strict=True))
 
 
-@contextlib.contextmanager
-def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> Generator[None]:
+def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> contextlib.AbstractContextManager[Any]:
     """Meanwhile, gradients of outputs are traced in these layouts; torch's tracer gives them the outputs'.
 
     Args:
@@ -40,11 +40,7 @@ def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> Generator[None]:
                 tangents[place] = _in_layout(tangents[place], layout)
         return before(*args, fw_metadata=fw_metadata, **kwargs)
 
-    graph_compile.aot_dispatch_autograd_graph = relaid
-    try:
-        yield
-    finally:
-        graph_compile.aot_dispatch_autograd_graph = before
+    return patch.object(graph_compile, "aot_dispatch_autograd_graph", relaid)
 
 
 def _in_layout(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -87,8 +88,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
-@contextlib.contextmanager
-def kernel_layouts(laws: Laws | None = None) -> Generator[None]:
+def kernel_layouts(laws: Laws | None = None) -> contextlib.AbstractContextManager[Any]:
     """Meanwhile, results without data are laid out by laws.
 
     Args:
@@ -112,11 +112,7 @@ def kernel_layouts(laws: Laws | None = None) -> Generator[None]:
         with mode:
             return _laid_out(results, layouts)
 
-    modes._dispatch_impl = dispatch
-    try:
-        yield
-    finally:
-        modes._dispatch_impl = before
+    return patch.object(modes, "_dispatch_impl", dispatch)
 
 
 _Layouts = list[tuple[int, ...] | None]

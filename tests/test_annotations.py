@@ -255,8 +255,8 @@ def as_on_an_accelerator(node: Node) -> str | None:
 def test_routing_is_not_decided_anew(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator, experts are chosen once; everywhere the numbers are the original's."""
     if device == "cuda":
-        translate = sys.modules["irc.frontends.torch.translate"]
-        monkeypatch.setattr(translate, "nondeterminism", as_on_an_accelerator)
+        traits = sys.modules["irc.frontends.torch.node_traits"]
+        monkeypatch.setattr(traits, "nondeterminism", as_on_an_accelerator)
     model, args = mixture()
     original = copy.deepcopy(model)
     captured = capture(model, args)

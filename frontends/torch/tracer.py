@@ -16,7 +16,7 @@ from torch import fx
 from torch._higher_order_ops import effects
 
 from ..quiet import quiet_tracer
-from .translate import draws
+from .node_traits import draws
 
 __all__ = [
     "DECOMPOSITIONS",

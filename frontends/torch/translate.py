@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,20 +14,14 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
     BufferAOTInput,
     ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    IntermediateBaseAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
-    PlainAOTOutput,
     TangentAOTInput,
     ViewBaseAOTInput,
 )
-from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputType
+from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch.utils import _pytree as pytree
 
 from ...ir import (
@@ -39,7 +33,6 @@ from ...ir import (
     InputRole,
     Location,
     Node,
-    Origin,
     Output,
     OutputRole,
     Region,
@@ -50,17 +43,18 @@ from ...ir import (
     UnsupportedError,
     Value,
     allocation_bytes,
-    nondeterminism,
 )
 from ...torch_support.arguments import constant_symbol
 from ...torch_support.element_types import element_type
 from .generators import Generators
 from .in_place import is_in_place
 from .loss_terms import kept_bytes
+from .node_traits import check_draw, draws, ignores_statistics, operands_of, traits_of
 from .place_annotations import Note, note_of
 from .provenance import location_of
+from .traced_results import TracedResults
 
-__all__ = ["Translation", "draws", "tensor_type", "translate", "unknown_object"]
+__all__ = ["Translation", "tensor_type", "translate", "unknown_object"]
 
 _ROLES = {
     ParamAOTInput: InputRole.PARAMETER,
@@ -69,7 +63,6 @@ _ROLES = {
     TangentAOTInput: InputRole.TANGENT,
 }
 _PREFIX = "module."
-_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class _Translator:
 
     def run(self) -> Translation:
         traced = list(self.joint.graph_module.graph.nodes)
-        results = _Results.of(traced[-1])
+        results = TracedResults.of(traced[-1])
         kept = [*_unread_draws(traced), *filter(_is_check, traced)]
         forward = _needed([*(node for node, _ in results.forward()), *kept])
         wanted = forward | _needed([node for node, _ in results.gradients if node is not None])
@@ -152,7 +145,9 @@ class _Translator:
         )
         graph = Graph(inputs, tuple(self.nodes), outputs)
         _check_old_values(graph)
-        return Translation(graph, self._deliveries(results), self.constants, self.notes)
+        statics = [i.value for i in self.inputs if i.role is not InputRole.CONSTANT]
+        deliveries = results.deliveries(self.joint, statics, self.values)
+        return Translation(graph, deliveries, self.constants, self.notes)
 
     # ------------------------------------------------------------------ values and storages
 
@@ -272,7 +267,7 @@ class _Translator:
                 help="higher-order operations and symbolic arithmetic are not supported; rewrite the line",
             )
         results, is_sequence = self._results(node)
-        operands = _training_batch_norm_operands(node)
+        operands = operands_of(node)
         arguments = tuple(self._argument(argument, node) for argument in operands)
         keywords = tuple((key, self._argument(value, node)) for key, value in node.kwargs.items())
         place = next((k for k, a in enumerate(operands) if a in self.drawn_from), len(operands))
@@ -283,7 +278,7 @@ class _Translator:
                 *((k, v) for k, v in keywords if k != "dtype"),
                 ("dtype", self._argument(dtype, node)),
             )
-        made = Node(
+        operation = Node(
             name=node.name,
             op=str(node.target),
             arguments=arguments,
@@ -293,13 +288,13 @@ class _Translator:
             region=region,
             at=location_of(node),
         )
-        _check_draw(made)
+        check_draw(operation)
         if (note := note_of(node)) is not None:
             self.notes[node.name] = note
-        traits = _traits(made, node)
+        traits = traits_of(operation, node)
         if is_in_place(node) and Trait.VIEW not in traits:
             traits |= {Trait.IN_PLACE}
-        self.nodes.append(replace(made, traits=traits))
+        self.nodes.append(replace(operation, traits=traits))
         if is_sequence:
             self.tuples[node] = results
         elif results[0] is not None:
@@ -425,7 +420,7 @@ class _Translator:
                 index = self.nodes.index(reader)
                 last = max(last, index)
                 reads_old = any(v.storage is old.value.storage for v in reader.operands)
-                if reads_old and not reader.is_view and not _ignores_statistics(reader, read):
+                if reads_old and not reader.is_view and not ignores_statistics(reader, read):
                     self.nodes[index] = by_name[name] = replace(reader, traits=reader.traits | {Trait.PINNED})
             write = Node(
                 name=f"write_{old.value.name}",
@@ -450,7 +445,7 @@ class _Translator:
 
     # ------------------------------------------------------------------ results
 
-    def _outputs(self, results: _Results) -> tuple[tuple[Output, ...], dict[str, str]]:
+    def _outputs(self, results: TracedResults) -> tuple[tuple[Output, ...], dict[str, str]]:
         outputs: list[Output] = []
         tangent_targets: dict[str, str] = {}
         for node, described in results.delivered(self.joint):
@@ -493,86 +488,6 @@ class _Translator:
         self.nodes.insert(next(produced, len(self.nodes) - 1) + 1, clone)
         return value
 
-    def _deliveries(self, results: _Results) -> tuple[Delivery, ...]:
-        """Returns the deliveries of the flat result: AOTAutograd says which outputs alias what."""
-        info = self.joint._aot_state.fw_metadata.output_info
-        delivered = [described for _, described in results.delivered(self.joint)]
-        deliveries: list[Delivery] = []
-        statics = [i.value for i in self.inputs if i.role is not InputRole.CONSTANT]
-        for (node, described), alias in zip(results.plain, info, strict=True):
-            tensor = node.meta["val"]
-            view = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-            index: Any = alias.base_idx
-            match alias.output_type:
-                case OutputType.is_input:
-                    deliveries.append(Delivery(Origin.INPUT, index))
-                case OutputType.alias_of_input:
-                    _check_view(tensor, statics[index])
-                    deliveries.append(Delivery(Origin.INPUT, index, view))
-                case (
-                    OutputType.alias_of_intermediate_base_is_user_output
-                    | OutputType.alias_of_intermediate
-                    | OutputType.alias_of_intermediate_save_as_output
-                ):
-                    base_node, base = _base_of(alias, info, results)
-                    _check_view(tensor, self.values[base_node])
-                    deliveries.append(Delivery(Origin.OUTPUT, delivered.index(base), view))
-                case _:
-                    deliveries.append(Delivery(Origin.COMPUTED, delivered.index(described)))
-        return tuple(deliveries)
-
-
-@dataclass(frozen=True)
-class _Results:
-    """The outputs of a traced joint graph, by kind; each with its descriptor."""
-
-    mutations: list[tuple[fx.Node, Any]]
-    plain: list[tuple[fx.Node, Any]]
-    bases: list[tuple[fx.Node, Any]]
-    gradients: list[tuple[fx.Node | None, Any]]
-
-    @staticmethod
-    def of(output: fx.Node) -> _Results:
-        found = _Results([], [], [], [])
-        results: Any = output.args[0]
-        for node, described in zip(results, output.meta["desc"], strict=True):
-            match described:
-                case InputMutationAOTOutput():
-                    found.mutations.append((node, described.mutated_input))
-                case PlainAOTOutput():
-                    found.plain.append((node, described))
-                case IntermediateBaseAOTOutput():
-                    found.bases.append((node, described))
-                case GradAOTOutput():
-                    found.gradients.append((node, described))
-                case None | ForwardTokenAOTOutput() | BackwardTokenAOTOutput():
-                    pass
-                case _:
-                    raise UnsupportedError(
-                        "IRC334", f"the traced module has an output of an unknown kind: {described!r}"
-                    )
-        return found
-
-    def forward(self) -> list[tuple[fx.Node, Any]]:
-        return [*self.mutations, *self.plain, *self.bases]
-
-    def delivered(self, joint: JointWithDescriptors) -> list[tuple[fx.Node, Any]]:
-        """Returns the outputs of the forward itself: those that alias nothing, and the bases of views."""
-        computed = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
-        info = joint._aot_state.fw_metadata.output_info
-        kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]
-        return [*kept, *self.bases]
-
-
-def _base_of(alias: Any, info: Sequence[Any], results: _Results) -> tuple[fx.Node, Any]:
-    """The output of the graph that a result is a view of: another result, which may be a view itself."""
-    while alias.output_type is OutputType.alias_of_intermediate_base_is_user_output:
-        place = alias.base_idx
-        alias = info[place]
-        if alias.base_idx is None:
-            return results.plain[place]
-    return results.bases[alias.base_idx]
-
 
 _CLONE_STORAGES = (
     "aten.copy.default",
@@ -581,20 +496,6 @@ _CLONE_STORAGES = (
     "aten.diagonal_scatter.default",
     "aten.as_strided_scatter.default",
 )
-
-
-def _check_view(tensor: Tensor, base: Value) -> None:
-    """Refuses a result that is a view of `base` by more than shape, strides and offset."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    if is_lazy or str(tensor.dtype) != f"torch.{base.type.dtype.value}":
-        what = (
-            "lazily conjugated or negated" if is_lazy else f"{base.type.dtype.value} seen as {tensor.dtype}"
-        )
-        raise UnsupportedError(
-            "IRC348",
-            f"a result of shape {list(tensor.shape)} is a view of an input or of another result, {what}",
-            help="return resolve_conj(), resolve_neg() or clone() of it",
-        )
 
 
 def _input_target(described: Any) -> str:
@@ -656,70 +557,11 @@ def _is_check(node: fx.Node) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and not operation._schema.returns
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether a traced operation moves a random generator."""
-    is_random = isinstance(node.target, torch._ops.OpOverload) and _SEEDED in node.target.tags
-    return is_random and not _draws_nothing(str(node.target), node.args)
-
-
 def _unread_draws(traced: Iterable[fx.Node]) -> list[fx.Node]:
     """Draws of the forward that nothing reads: they move the generator, as they do in eager."""
     unread = [node for node in traced if not node.users and draws(node)]
     tangents = {node for node in traced if isinstance(node.meta.get("desc"), TangentAOTInput)}
     return [node for node in unread if tangents.isdisjoint(_needed([node]))]
-
-
-def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
-    target = traced.target
-    assert isinstance(target, torch._ops.OpOverload)
-    operand_storages = {value.storage for value in node.operands}
-    if target._schema.is_mutable:
-        raise UnsupportedError("IRC335", f"{target} writes into its operand", at=node.at)
-    if node.values and all(value.storage in operand_storages for value in node.values):
-        return frozenset({Trait.VIEW})
-    if _SEEDED in target.tags and not _draws_nothing(node.op, node.arguments):
-        return frozenset({Trait.RANDOM})
-    return frozenset() if nondeterminism(node) is None else frozenset({Trait.NONDETERMINISTIC})
-
-
-def _check_draw(node: Node) -> None:
-    """Refuses bernoulli_ on strided memory: what it is traced as draws the elements in another order."""
-    if node.op != "aten.bernoulli.p":
-        return
-    type = node.operands[0].type
-    rows = TensorType.contiguous(type.shape, type.dtype, type.device).strides
-    if any(n > 1 and a != b for n, a, b in zip(type.shape, type.strides, rows, strict=True)):
-        raise UnsupportedError(
-            "IRC339",
-            "an in-place random mask (dropout) on a tensor that is not contiguous would come out permuted",
-            at=node.at,
-            help="call contiguous() on the tensor first, or drop out without inplace=True",
-        )
-
-
-def _draws_nothing(op: str, arguments: Iterable[object]) -> bool:
-    """Whether an operation that is tagged as random draws nothing after all (attention without dropout)."""
-    if "scaled_dot_product" not in op:
-        return False
-    dropout = [argument for argument in arguments if isinstance(argument, float)]
-    return all(rate == 0.0 for rate in dropout[:1])
-
-
-_BATCH_NORM = {
-    "aten._native_batch_norm_legit_functional.default": (3, 4),
-    "aten._batch_norm_with_update_functional.default": (4, 5),
-}
-"""Operations of BatchNorm, with the places of the new statistics among their results."""
-_BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
-_STATISTICS = (3, 4)
-_TRAINING = {"forward": 5, "backward": 7}
-
-
-def _ignores_statistics(node: Node, read: Set[Value]) -> bool:
-    """Whether a node reads running statistics only to update them (BatchNorm in training)."""
-    if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is False:
-        return False
-    return read.isdisjoint(node.results[index] for index in _BATCH_NORM[node.op])
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:
@@ -755,10 +597,3 @@ def _check_old_values(graph: Graph) -> None:
                     at=node.at,
                     help="read from a copy of the buffer (buffer.clone()) before it is updated",
                 )
-
-
-def _training_batch_norm_operands(node: fx.Node) -> tuple[Any, ...]:
-    """The operands of a node; BatchNorm's backward in training does not look at the running statistics."""
-    if str(node.target) in _BATCH_NORM_BACKWARD and node.args[_TRAINING["backward"]] is True:
-        return tuple(None if i in _STATISTICS else argument for i, argument in enumerate(node.args))
-    return node.args

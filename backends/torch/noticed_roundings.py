@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ...ir import Rounding, tensor_name
 from .program import Program
 
-__all__ = ["notice_layouts", "notice_other_terms"]
+__all__ = ["notice_layouts", "notice_other_terms", "notice_terms_after"]
 
 
 def notice_layouts(program: Program, gradients: Sequence[Tensor | None]) -> None:
@@ -52,6 +52,36 @@ def notice_other_terms(
     ]
     if watches:  # a backward for other leaves does not reach this one
         torch.autograd.Variable._execution_engine.queue_callback(partial(_remove, watches))
+
+
+def notice_terms_after(program: Program, inputs: Sequence[Tensor], before: Collection[int]) -> None:
+    """Notes each gradient to which a backward adds more, once the program has added its own to `.grad`.
+
+    Eager adds up first what a backward computes for a parameter. One other term alone makes no difference.
+
+    Args:
+        program: The program.
+        inputs: Its static inputs.
+        before: The parameters that had a gradient before, by index.
+    """
+    several = {released.index for released in program.released.values()} & {*before, *program.several_uses}
+    totals = [
+        (index, total, total._version) for index in several if (total := inputs[index].grad) is not None
+    ]
+
+    def check() -> None:
+        for index, total, version in totals:
+            if inputs[index].grad is not total or total._version != version:
+                name = program.statics[index].target
+                rounding = Rounding(
+                    f"the gradient of parameter {name}: eager adds up what one backward computes for it (of "
+                    "another forward, a penalty) before it adds to .grad, and the plan adds at once",
+                    (name,),
+                )
+                program.noticed_roundings[rounding] = None
+
+    if totals:
+        torch.autograd.Variable._execution_engine.queue_callback(check)
 
 
 def _may_add_up(tensor: Tensor) -> bool:

@@ -282,9 +282,11 @@ _SUM = "aten.add.Tensor"
 def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int, str]]:
     """Yields the inputs whose gradient adds up those of several uses, with the lines that use them."""
     producers = {value: node for node in graph.nodes for value in node.values}
-    sums = {o.target for o in _gradients(graph) if o.value in producers and producers[o.value].op == _SUM}
+    gradients = {o.target: o.value for o in _gradients(graph)}
+    released = {node.operands[0]: node.operands[1] for node in graph.releases}
     for index, static in enumerate(statics):
-        if _gradient_target(static) in sums:
+        gradient = released.get(static.value, gradients.get(_gradient_target(static)))
+        if gradient in producers and producers[gradient].op == _SUM:
             readers = [n for n in graph.nodes if n.region is Region.FORWARD and static.value in n.operands]
             lines = sorted({str(n.at.source) for n in readers if n.at is not None and n.at.source})
             where = f" ({', '.join(lines)})" if lines else ""

@@ -17,7 +17,7 @@ from ...torch_support.autocast import autocast_state, would_cast
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_for_hooks, refuse_missing_gradients, refuse_saved_tensor_hooks
 from .live_forwards import LiveForwards
-from .noticed_roundings import notice_layouts, notice_other_terms
+from .noticed_roundings import notice_layouts, notice_other_terms, notice_terms_after
 from .offload import Session, State, Tiers
 from .optimizer_in_backward import OptimizersInBackward, check_backward, check_parameters, exclusive
 from .program import Program
@@ -131,11 +131,13 @@ class _Step(torch.autograd.Function):
             _refuse_second_backward(ctx.program, ctx.went, given)
         ctx.went |= given
         parameters: list[Tensor] = ctx.inputs
+        program: Program = ctx.program
+        before = {at.index for at in program.released.values() if parameters[at.index].grad is not None}
         with exclusive(ctx.in_backward):
             results = _run_backward(ctx, gradients, given)
-        program: Program = ctx.program
         picked = [_pick(program, results, program.gradients[k], given) for k in program.differentiable]
         notice_other_terms(program, parameters, picked)
+        notice_terms_after(program, parameters, before)
         return (*[None] * 8, *picked)
 
 

@@ -60,6 +60,30 @@ def test_what_is_added_to_several_uses_of_a_parameter_is_named_where_it_comes_fi
     assert all(not parameter._backward_hooks for parameter in fitted.parameters())  # pyright: ignore
 
 
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_backward_adds_to_gradients_that_a_plan_accumulates_is_named(name: str) -> None:
+    forwards, _, loss = LOOPS[name]
+    torch.manual_seed(0)
+    module, batches = Tied(), torch.randint(50, (4, 4, 6))
+    fitted: Any = irc.optimize(
+        copy.deepcopy(module),
+        (batches[0],),
+        "100%",
+        costs="analytic",
+        forwards_in_flight=forwards,
+        accumulate_gradients=True,
+    )
+    names = set[str]()
+    for a, b in (batches[:2], batches[2:]):
+        for each in (module, fitted):
+            loss(each, a, b).backward()
+        pairs = zip(module.named_parameters(), fitted.parameters(), strict=True)
+        names |= {n for (n, ours), its in pairs if not torch.equal(ours.grad, its.grad)}  # pyright: ignore
+        assert all(fitted.plan.may_differ(n) for n in names)
+    assert names == (set(dict(module.named_parameters())) if name != "one forward" else set())
+    assert len(fitted.plan.roundings) == len(names)
+
+
 def test_a_gradient_in_a_layout_that_the_loss_did_not_tell_is_named() -> None:
     torch.manual_seed(0)
     module, x, gradient = nn.Linear(8, 8), torch.randn(16, 8), torch.randn(8, 16).t()

@@ -7,9 +7,10 @@ import enum
 import functools
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
-__all__ = ["is_inspectable", "is_of_library", "slots_of", "store_of"]
+__all__ = ["is_inspectable", "is_installed", "is_of_library", "slots_of", "store_of"]
 
 _LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", __name__.partition(".")[0]})
 _OF_PYTHON = (types.SimpleNamespace, argparse.Namespace)
@@ -21,6 +22,16 @@ _NEUTRAL = frozenset({"abc", "builtins", "collections.abc", "typing"})
 def is_of_library(module: str) -> bool:
     """Whether a module is one of Python, torch, numpy or irc, by its dotted name."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def is_installed(module: str) -> bool:
+    """Whether the file of a module lies among installed packages, by its dotted name."""
+    return _is_among_packages(getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_among_packages(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 @functools.lru_cache(maxsize=4096)

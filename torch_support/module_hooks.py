@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from .functions import cells_of
 from .object_graph import partial_items
 from .recorders import is_recorder, is_recording
 
@@ -69,10 +69,7 @@ def held_by_function(function: Any) -> dict[object, Any] | None:
     """Returns what a function, a method or a partial holds, by name; None for other objects."""
     kind: type = type(function)  # not isinstance(), which asks the object for its class
     if kind is FunctionType:
-        held = dict[object, Any]()
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                held[name] = cell.cell_contents
+        held = {name: cell.cell_contents for name, cell in cells_of(function).items()}
         return {**held, "": function.__defaults__}
     if kind is MethodType:
         return {"function": function.__func__, "owner": function.__self__}

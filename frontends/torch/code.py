@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
+import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import nn
 
-from ...torch_support.code_names import CodeNames, GlobalTable
+from ...torch_support.code_names import CodeNames, CodePath, GlobalTable, Step
 from ...torch_support.containers import CONTAINERS
-from ...torch_support.inspectable import is_inspectable, is_of_library
+from ...torch_support.functions import WRAPPERS, cells_of, closed_over
+from ...torch_support.inspectable import is_inspectable, is_installed, is_of_library, store_of
 from ...torch_support.module_hooks import original_of
-from .closures import closed_over
 from .object_graph import HeldObject, class_items, is_closed, is_plain, reach_of, walk_from
 
 __all__ = ["code_names", "code_reach", "hook_reach"]
@@ -23,19 +25,11 @@ __all__ = ["code_names", "code_reach", "hook_reach"]
 _ALL_NAMES = frozenset({"globals", "vars"})
 """A function that names one of these may use any name of its file."""
 
+_OF_OTHERS = frozenset({"__init__", "__getattribute__"})
+"""Methods that do not count: the first runs before a forward, and irc itself replaces the other."""
+
 _ENTRIES = ("forward", "backward", "setup_context")
 """The methods that torch calls."""
-
-_WRAPPERS: dict[type, tuple[str, ...]] = {
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget", "fset", "fdel"),
-    types.MethodType: ("__func__",),
-    functools.partial: ("func",),
-    functools.cached_property: ("func",),
-    type(functools.lru_cache(lambda: None)): ("__wrapped__",),
-}
-"""The classes of objects that wrap a function, with the attributes that hold it."""
 
 
 def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]:
@@ -53,9 +47,9 @@ def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]
 
 
 def code_names(module: nn.Module, own: Iterable[HeldObject]) -> CodeNames:
-    """Returns the attributes of classes, and the numbers and texts among globals, that a module's code names.
+    """Returns what a module's code reads: methods and attributes of classes, and globals with what they hold.
 
-    The module's own classes are left out.
+    Attributes of the module's own classes are left out.
 
     Args:
         module: The module.
@@ -69,7 +63,7 @@ def _reach(module: nn.Module, own: Iterable[HeldObject]) -> tuple[_Code, list[He
     children = list(module.modules())
     kinds = {kind: None for child in children for kind in type(child).__mro__ if not is_closed(kind)}
     found = [HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in kinds]
-    code = _Code(kinds)
+    code = _Code(kinds, {type(child).__module__ for child in children})
     code.follow(kinds, 0)
     for child in children:
         held = list(vars(child).values())
@@ -107,14 +101,16 @@ class _Code:
 
     Args:
         kinds: The classes of modules.
+        files: The files of these modules' classes, without those of their bases.
     """
 
-    def __init__(self, kinds: Iterable[type]) -> None:
-        self._kinds = frozenset(kinds)
+    def __init__(self, kinds: Iterable[type], files: Iterable[str] = ()) -> None:
+        self._kinds, self._files = frozenset(kinds), frozenset(files)
+        self._before_forward = {id(vars(kind).get("__init__")) for kind in self._kinds}
         self._classes: dict[type, int] = {}
         """The levels of the other classes."""
-        self._read: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        """Tables of globals, with the names by which code of the module reads them."""
+        self._read: dict[int, tuple[dict[str, Any], dict[CodePath, None]]] = {}
+        """Tables of globals, with what code of the module reads of them."""
         self._tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._cells: dict[int, tuple[str, types.CellType]] = {}
         self._named = set[str](_ENTRIES)
@@ -137,7 +133,6 @@ class _Code:
         cells = [
             HeldObject(name, cell, {"": cell.cell_contents}, is_own=False)
             for name, cell in self._cells.values()
-            if _is_filled(cell)
         ]
         classes = [
             HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in self._own_classes()
@@ -146,17 +141,34 @@ class _Code:
             HeldObject.of_globals(table, tuple(sorted(names))) for table, names in self._tables.values()
         ]
 
-    def reads(self) -> Iterator[tuple[type | GlobalTable, tuple[str, ...]]]:
-        """Yields the classes and tables with the names of what code of the module may read of them.
+    def reads(self) -> Iterator[tuple[type | GlobalTable, tuple[CodePath, ...]]]:
+        """Yields the classes and tables with the paths to what code of the module may read of them.
 
-        What libraries keep in their own classes and files, as caches, counts for nothing here.
+        What libraries keep in their own classes and files, as caches, counts for nothing here, except numbers
+        and texts.
         """
-        for kind in self._own_classes():
-            if names := tuple(name for name in class_items(kind) if name in self._named):
-                yield kind, names
-        for table, names in self._read.values():
-            if plain := tuple(sorted(name for name in names if name in table and is_plain(table[name]))):
-                yield GlobalTable(str(table.get("__name__")), table), plain
+        for kind in (*self._kinds, *self._own_classes()):
+            names: list[str] = []
+            if self._is_own_file(kind.__module__):
+                names += (name for name, value in list(vars(kind).items()) if self._is_method(name, value))
+            if kind not in self._kinds:
+                names += (name for name in class_items(kind) if name in self._named)
+            if names:
+                yield kind, tuple(map(CodePath, names))
+        for table, paths in self._read.values():
+            file = str(table.get("__name__"))
+            is_own = self._is_own_file(file)
+            there = [each for each in paths if each.name in table and (is_own or is_plain(table[each.name]))]
+            if there:
+                yield GlobalTable(file, table), tuple(there)
+
+    def _is_own_file(self, name: str) -> bool:
+        return name in self._files or not is_installed(name)
+
+    def _is_method(self, name: str, value: Any) -> bool:
+        """Whether an item of a class is a method that may run in a forward."""
+        is_function = type(value) is types.FunctionType or type(value) in WRAPPERS
+        return is_function and name not in _OF_OTHERS and (name in self._named or name.startswith("__"))
 
     def _own_classes(self) -> list[type]:
         """The classes that code of the module names, and that are no modules."""
@@ -167,7 +179,8 @@ class _Code:
 
         Args:
             values: Functions, classes, objects with methods, and others.
-            level: 0 for code of the module, 1 for other code: of that, only the same file is followed.
+            level: 0 for code of the module, 1 for other code: of that, only the same file is followed. What
+                is not in an installed package counts as code of the module.
         """
         waiting = deque((value, level, 0) for value in values)
         while waiting:
@@ -175,12 +188,13 @@ class _Code:
             kind = cast("type[Any]", type(value))
             if kind is types.FunctionType:
                 waiting += self._of_function(value, at + (file not in (0, id(value.__globals__))))
-            elif kind in _WRAPPERS:
-                waiting += [(getattr(value, name), at, file) for name in _WRAPPERS[kind]]
+            elif kind in WRAPPERS:
+                waiting += [(getattr(value, name), at, file) for name in WRAPPERS[kind]]
             elif issubclass(kind, type) or is_inspectable(kind):
                 waiting += self._of_class(value if issubclass(kind, type) else kind, at, file)
 
     def _of_class(self, kind: type, level: int, file: int) -> Iterator[tuple[Any, int, int]]:
+        level = level if is_installed(kind.__module__) else 0
         if self._seen.get(id(kind), 2) <= level:
             return
         self._seen[id(kind)] = level
@@ -188,9 +202,9 @@ class _Code:
             if not is_closed(each) and each not in self._kinds:
                 self._classes[each] = min(level, self._classes.get(each, level))
             for name, value in () if is_closed(each) else list(vars(each).items()):
-                if isinstance(value, type):
+                if isinstance(value, type) or is_inspectable(type(value)):
                     yield value, level, file
-                elif type(value) is types.FunctionType or type(value) in _WRAPPERS:
+                elif type(value) is types.FunctionType or type(value) in WRAPPERS:
                     if name in self._named or name.startswith("__"):
                         yield value, level, file
                     else:
@@ -198,26 +212,35 @@ class _Code:
 
     def _of_function(self, function: types.FunctionType, level: int) -> Iterator[tuple[Any, int, int]]:
         table = function.__globals__
-        if self._seen.get(id(function), 2) <= level or is_of_library(str(table.get("__name__"))):
+        level = level if is_installed(str(table.get("__name__"))) else 0
+        if self._seen.get(id(function), 2) <= level:
             return
         self._seen[id(function)] = level
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._cells[id(cell)] = name, cell
         yield from ((held, level, 0) for held in closed_over(function))
+        if is_of_library(str(table.get("__name__"))):  # such as what no_grad() makes of a function
+            return
+        for name, cell in cells_of(function).items():
+            self._cells[id(cell)] = name, cell
         names = _names_in(function.__code__)
         for name in sorted(names - self._named):
             self._named.add(name)
             yield from self._unnamed.pop(name, ())
+        imported = _modules_at([sys.modules[name] for name in sorted(names & sys.modules.keys())], names)
+        if not level and id(function) not in self._before_forward:
+            uses = _globals_in(function.__code__)
+            self._note_reads(table, uses)
+            handed_on = _modules_at((table.get(name) for name, steps in uses if not steps), names)
+            tables = list(map(vars, (*imported, *handed_on)))
+            for each in (*tables, *([table] if names & _ALL_NAMES else ())):
+                self._note_reads(each, ((name, ()) for name in names))
         if names & _ALL_NAMES:
             names |= set(table)
         names = {name for name in names if not name.startswith("__")}
         self._tables.setdefault(id(table), (table, set()))[1].update(names)
-        if not level:
-            self._read.setdefault(id(table), (table, set()))[1].update(_globals_in(function.__code__))
         values = [table[name] for name in sorted(names) if name in table]
         yield from ((value, level, id(table)) for value in values)
-        for module in values:
-            if type(module) is types.ModuleType and not is_of_library(module.__name__):
+        for module in (*values, *imported):
+            if _is_own_module(module):
                 yield from self._of_module(module, names, level)
 
     def _of_module(
@@ -226,18 +249,105 @@ class _Code:
         """Notes what a function names of a module that is a global of its file, as a file of settings is."""
         table = vars(module)
         found = {name for name in names if name in table}
-        for tables in (self._tables, *(() if level else (self._read,))):
-            tables.setdefault(id(table), (table, set()))[1].update(found)
+        self._tables.setdefault(id(table), (table, set()))[1].update(found)
         for value in (table[name] for name in sorted(found)):
             yield value, level + (not isinstance(value, type)), id(table)
 
+    def _note_reads(self, table: dict[str, Any], uses: Iterable[_Use]) -> None:
+        """Notes what own code reads of the globals of a file, and of modules among them."""
+        for name, steps in uses:
+            held, key, rest = _through_modules(table, name, steps)
+            if key in held and type(held[key]) is not types.ModuleType:
+                path = CodePath(key, _stored(held[key], rest))
+                self._read.setdefault(id(held), (held, {}))[1][path] = None
+
+
+_Use = tuple[str, tuple[Step, ...]]
+"""A global that code reads, with the attributes and items of it that the code goes on to."""
+
+
+def _through_modules(
+    table: dict[str, Any], name: str, steps: tuple[Step, ...]
+) -> tuple[dict[str, Any], str, tuple[Step, ...]]:
+    """Follows attributes of modules that are no library's; returns a table, a name, and steps from there."""
+    while steps and _is_own_module(table.get(name)):
+        table, name, steps = vars(table[name]), steps[0].key, steps[1:]
+    return table, name, steps
+
+
+def _modules_at(values: Iterable[Any], names: Iterable[str]) -> list[types.ModuleType]:
+    """Returns the modules among some values that are no library's, and those to which names lead in them."""
+    modules = dict.fromkeys(filter(_is_own_module, values))
+    waiting = list(modules)
+    for module in waiting:
+        within = [held for name in names if _is_own_module(held := vars(module).get(name))]
+        waiting += [each for each in within if each not in modules]
+        modules.update(dict.fromkeys(within))
+    return waiting
+
+
+def _is_own_module(value: Any) -> bool:
+    return type(value) is types.ModuleType and not is_of_library(value.__name__)
+
 
 @functools.lru_cache(maxsize=16384)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
+def _globals_in(code: types.CodeType) -> frozenset[_Use]:
     """The globals that a function and those inside of it read."""
     inside = [_globals_in(each) for each in code.co_consts if type(each) is types.CodeType]
-    reads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return frozenset(str(each.argval) for each in reads).union(*inside)
+    instructions = list(dis.get_instructions(code))
+    return frozenset(
+        (str(each.argval), tuple(_steps(instructions[place + 1 :])))
+        for place, each in enumerate(instructions)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ).union(*inside)
+
+
+def _steps(instructions: Sequence[dis.Instruction]) -> Iterator[Step]:
+    """Yields the attributes and constant items that instructions take, one of the other."""
+    place = 0
+    while place < len(instructions):
+        this = instructions[place]
+        if this.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield Step(this.argval, is_item=False)
+            place += 1
+        elif _is_constant_item(instructions[place : place + 2]):
+            yield Step(this.argval, is_item=True)
+            place += 2
+        else:
+            return
+
+
+def _is_constant_item(instructions: Sequence[dis.Instruction]) -> bool:
+    if len(instructions) < 2 or instructions[0].opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        return False
+    takes = instructions[1]
+    return takes.opname == "BINARY_SUBSCR" or (takes.opname == "BINARY_OP" and takes.argrepr == "[]")
+
+
+def _stored(value: Any, steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Returns the first steps, as long as they take what an object itself holds.
+
+    What its class computes, such as a property, may rest on all that it holds.
+    """
+    taken: list[Step] = []
+    for step in steps:
+        kind = cast("type[Any]", type(value))
+        held: dict[Any, Any] = {}
+        if step.is_item and issubclass(kind, dict) and kind.__getitem__ is dict.__getitem__:
+            held = cast("dict[Any, Any]", value)
+        elif not (step.is_item or issubclass(kind, type) or _computes(kind, step.key)):
+            held = store_of(value)
+        if not dict.__contains__(held, step.key):
+            break
+        value = dict.__getitem__(held, step.key)
+        taken.append(step)
+    return tuple(taken)
+
+
+def _computes(kind: type, name: str) -> bool:
+    """Whether a class computes an attribute that its objects hold, or may."""
+    reads_by_itself = type(kind.__getattribute__) is types.FunctionType
+    return reads_by_itself or hasattr(inspect.getattr_static(kind, name, None), "__set__")
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -260,12 +370,5 @@ def _code_in(holders: Iterable[HeldObject]) -> Iterator[Any]:
             continue
         for value in holder.items.values():
             kind = cast("type[Any]", type(value))
-            if kind is types.FunctionType or kind in _WRAPPERS or issubclass(kind, type):
+            if kind is types.FunctionType or kind in WRAPPERS or issubclass(kind, type):
                 yield value
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return bool(cell.cell_contents is not cell)
-    except ValueError:  # not assigned yet
-        return False

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .closures import closed_over
+from ...torch_support.functions import closed_over
 from .state import State
 
 __all__ = ["dry_run"]

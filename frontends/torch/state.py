@@ -21,11 +21,11 @@ from ...ir import THROUGH_DYNAMO, Assignment, UnsupportedError
 from ...ir.scalars import Leaf
 from ...torch_support.attribute_reads import AttributeReads, recording_attribute_reads
 from ...torch_support.code_names import CodeNames
+from ...torch_support.functions import closed_over
 from ...torch_support.module_hooks import modules_of_hook
 from ...torch_support.object_graph import ABSENT
 from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .assignments import unkept_attributes
-from .closures import closed_over
 from .code import code_names, code_reach
 from .counters import Counter, CounterReadError
 from .fixups.function_caches import caches_of, forget_traced

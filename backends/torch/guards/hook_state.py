@@ -12,7 +12,7 @@ from ....torch_support.containers import base_of
 from ....torch_support.inspectable import is_inspectable
 from ....torch_support.module_hooks import HOOKS, WITH_KEYWORDS, held_by_function, hooks_of, name_of_hook
 from ....torch_support.object_graph import attributes_of
-from .settings import is_plain, kind_of
+from .settings import stand_in
 
 __all__ = ["HookState", "Hooks", "held_by_hooks"]
 
@@ -61,7 +61,7 @@ def _hooks(module: nn.Module) -> Hooks:
         (
             name_of_hook(table, getattr(hook, "__qualname__", type(hook).__qualname__)),
             table in WITH_KEYWORDS and key in held[WITH_KEYWORDS[table]],
-            *(leaf if is_plain(leaf) else kind_of(type(leaf)) for leaf in _leaves(hook)),
+            *(stand_in(leaf, depth=0) for leaf in _leaves(hook)),
         )
         for table, key, hook in hooks_of(module)
     )

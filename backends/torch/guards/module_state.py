@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ....torch_support.attribute_reads import Names
-from ....torch_support.code_names import CodeNames, GlobalTable, items_of
+from ....torch_support.code_names import CodeNames, CodePath, GlobalTable, places
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
 from .hook_state import HookState, held_by_hooks
-from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
+from .settings import ABSENT, Content, Kind, SameTensor, Watch, is_plain, is_same, stand_in
 
 __all__ = [
     "ABSENT",
@@ -44,8 +44,8 @@ __all__ = [
 Attributes = tuple[tuple[str, object], ...]
 """Names with values; a `Content` or a `Kind` stands for a value that is not compared directly."""
 
-StandIns = dict[tuple[int, int], object]
-"""The stand-ins of objects, by identity and depth."""
+StandIns = dict[tuple[int, int, bool], object]
+"""The stand-ins of objects, by identity, depth, and whether only code leads there."""
 
 
 State = tuple[tuple[type, Attributes], ...]
@@ -64,12 +64,14 @@ _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECO
 """The attributes of every module that are not settings: parameters, buffers, submodules, hooks."""
 
 
-def attribute(held: Mapping[str, object], name: str, known: StandIns | None = None) -> object:
+def attribute(
+    held: Mapping[str, object], name: str, known: StandIns | None = None, *, of_code: bool = False
+) -> object:
     """Returns the stand-in of an attribute; for a method its function's, as a copy has another method."""
     value = held.get(name, ABSENT)
     if type(value) is types.MethodType and issubclass(type(value.__self__), nn.Module):
         value = value.__func__
-    return value if value is ABSENT else stand_in(value, known)
+    return value if value is ABSENT else stand_in(value, known, of_code=of_code)
 
 
 def is_equal(a: object, b: object) -> bool:
@@ -86,7 +88,9 @@ def has(held: Mapping[str, object], attributes: Attributes) -> bool:
 
 
 def _is_same(now: object, wanted: object) -> bool:
-    return now is wanted or (is_same if isinstance(wanted, (Content, Kind)) else is_equal)(now, wanted)
+    return now is wanted or (is_same if isinstance(wanted, (Content, Kind, SameTensor)) else is_equal)(
+        now, wanted
+    )
 
 
 class _Compared:
@@ -130,17 +134,21 @@ class Reads:
         return compared.are_same(held) and has(held, compared.others) and self._watch.holds()
 
 
-CodeReads = tuple[tuple[type | GlobalTable, Attributes], ...]
-"""Classes and tables of globals that code names, with what they held when a call was planned."""
+CodeReads = tuple[tuple[type | GlobalTable, tuple[tuple[CodePath, object], ...]], ...]
+"""Classes and tables of globals that code reads, with stand-ins of what they held when a call was planned."""
 
 
 def code_reads(names: CodeNames) -> CodeReads:
     """Returns what classes and tables of globals hold."""
     known: StandIns = {}
     return tuple(
-        (owner, tuple((name, attribute(items_of(owner), name, known)) for name in each))
-        for owner, each in names
+        (owner, tuple((path, _read(owner, path, known)) for path in paths)) for owner, paths in names
     )
+
+
+def _read(owner: type | GlobalTable, path: CodePath, known: StandIns) -> object:
+    *_, (table, key) = places(owner, path)
+    return attribute(table, key, known, of_code=True)
 
 
 class CodeWatch:
@@ -159,16 +167,22 @@ class CodeWatch:
         """Returns the first one that differs: its path, what it is, and what it was; None if none does."""
         if self._watch is not None and self._watch.holds():
             return None
-        for owner, attributes in self._reads:
-            for name, wanted in attributes:
-                now = attribute(items_of(owner), name)
+        known: StandIns = {}
+        for owner, paths in self._reads:
+            for path, wanted in paths:
+                now = _read(owner, path, known)
                 if not _is_same(now, wanted):
-                    path = owner.name if isinstance(owner, GlobalTable) else owner.__qualname__
-                    return f"{path}.{name}", now, wanted
-        self._watch = Watch(())
-        for owner, attributes in self._reads:
-            names = [name for name, wanted in attributes if wanted is not ABSENT]
-            self._watch.add_table(items_of(owner), names)
+                    prefix = owner.name if isinstance(owner, GlobalTable) else owner.__qualname__
+                    return f"{prefix}.{path}", now, wanted
+        self._watch = Watch((), of_code=True)
+        for owner, paths in self._reads:
+            table, _ = next(places(owner, paths[0][0]))
+            self._watch.add_items(table, [path.name for path, _ in paths if not path.steps], is_deep=True)
+            for path in (path for path, _ in paths if path.steps):
+                *on_the_way, (table, key) = places(owner, path)
+                for each, item in on_the_way:
+                    self._watch.add_items(each, [item], is_deep=False)
+                self._watch.add_items(table, [key], is_deep=True)
         return None
 
 

@@ -1,7 +1,8 @@
 """Compares the values of settings: by stand-ins with equality, and by a quick check of identity.
 
-Settings are numbers, texts and functions, and the lists, dicts, configurations and other objects that hold
-them. Objects of torch, numpy and Python are not inspected. Neither are tensors: a plan looks those up.
+Settings are numbers and texts, and the lists, dicts, functions, configurations and other objects that hold
+them. Objects of torch, numpy and Python are not inspected. Neither are tensors: a plan looks up those of a
+module. A tensor that only code leads to is a constant of the plan, and has to stay the same one.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import itertools
 import math
 import operator
 import types
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ....torch_support.containers import base_of
-from ....torch_support.inspectable import is_inspectable, slots_of, store_of
+from ....torch_support.functions import WRAPPERS, FunctionCode, cells_of
+from ....torch_support.inspectable import is_inspectable, is_installed, slots_of, store_of
 from ....torch_support.object_graph import (
     ABSENT,
     PLAIN,
@@ -36,9 +39,11 @@ _LIMITS = Limits(depth=4, items=1000, array_bytes=1 << 12)
 
 Larger containers are compared by their number of items, larger arrays by their class.
 """
+_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_CONTENT = operator.attrgetter("cell_contents")
 _MOST_EXACT = 4096
 """The most items of lists and dicts that are compared by identity in each step; see `Watch`."""
-_PLAIN = (*PLAIN, np.generic, type, types.FunctionType, types.BuiltinFunctionType)
+_PLAIN = (*PLAIN, np.generic, type, types.BuiltinFunctionType, FunctionCode)
 _COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _ON_SAVING: dict[str, frozenset[str]] = {
     "transformers": frozenset(
@@ -70,8 +75,37 @@ class Content:
     items: tuple[tuple[object, object], ...]
 
 
+class SameTensor:
+    """Stands for a tensor that is to stay the same object; for any, after it was pickled.
+
+    Args:
+        tensor: The tensor, which is not held.
+    """
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._reference = None if tensor is None else weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameTensor):
+            return NotImplemented
+        if self._reference is None or other._reference is None:
+            return True
+        return self._reference() is other._reference() is not None
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SameTensor:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SameTensor, (None,)
+
+    def __repr__(self) -> str:
+        return f"a tensor at {id(self._reference and self._reference()):#x}"
+
+
 def is_plain(value: object) -> bool:
-    """Whether a value is compared directly: a number, a text, a function, or a tuple of such."""
+    """Whether a value is compared directly: a number, a text, a class, or a tuple of such."""
     kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
     if issubclass(kind, tuple):
         return all(map(is_plain, tuple.__iter__(cast("tuple[object, ...]", value))))
@@ -111,24 +145,34 @@ def kind_of(kind: type) -> Kind:
 
 
 def stand_in(
-    value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _LIMITS.depth
+    value: object,
+    known: dict[tuple[int, int, bool], object] | None = None,
+    depth: int = _LIMITS.depth,
+    *,
+    of_code: bool = False,
 ) -> object:
     """Returns the stand-in of a value for comparisons.
 
     Args:
         value: A setting.
-        known: The stand-ins so far, by identity and depth; each object is inspected once.
+        known: The stand-ins so far, by identity, depth and `of_code`; each object is inspected once.
         depth: The number of steps that are left.
+        of_code: Whether code leads to it, not a module: its tensors have to stay the same ones.
     """
     if is_plain(value):
         return math.nan if type(value) is float and value != value else value
+    if of_code and issubclass(type(value), Tensor):
+        return SameTensor(cast("Tensor", value))
+    if type(value) is types.FunctionType and not depth:
+        return FunctionCode(value.__code__)
     parts = _parts(value) if depth else None
     if parts is None:
         return kind_of(type(value))
     found = {} if known is None else known
-    key = id(value), depth
+    of_code = of_code or type(value) is types.FunctionType
+    key = id(value), depth, of_code
     if key not in found:
-        items = ((name, stand_in(part, found, depth - 1)) for name, part in parts)
+        items = ((name, stand_in(part, found, depth - 1, of_code=of_code)) for name, part in parts)
         found[key] = Content(kind_of(type(value)).name, tuple(items))
     return found[key]
 
@@ -163,8 +207,12 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
     if kind is types.MethodType:
         owner = None if issubclass(type(value.__self__), nn.Module) else value.__self__
         return [("function", value.__func__), ("owner", owner)]
+    if kind is types.FunctionType:
+        return _function_parts(value)
     if kind is functools.partial:
         return cast("list[tuple[object, object]]", list(partial_items(value).items()))
+    if kind in WRAPPERS:
+        return [(name, getattr(value, name)) for name in WRAPPERS[kind]]
     base = base_of(kind)
     if base is not None:
         count = base.__len__(value)
@@ -182,6 +230,24 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
             return None
         return [("type", str(value.dtype)), ("shape", value.shape), ("values", content)]
     return _attributes(value) if is_inspectable(kind) else None
+
+
+def _function_parts(function: types.FunctionType) -> list[tuple[object, object]]:
+    """Returns the code of a function, its defaults, and what it closes over; not the class that holds it."""
+    defaults = enumerate(function.__defaults__ or ())
+    file = str(function.__globals__.get("__name__"))
+    return [
+        ("file", "__main__" if file == "__mp_main__" else file),  # the same in a process that was spawned
+        ("code", FunctionCode(function.__code__)),
+        *((f"default {place}", value) for place, value in defaults),
+        *list((function.__kwdefaults__ or {}).items()),
+        *((name, cell.cell_contents) for name, cell in _own_cells(function)),
+    ]
+
+
+def _own_cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    """The cells of a function except that of the class which holds it."""
+    return [(name, cell) for name, cell in cells_of(function).items() if name != "__class__"]
 
 
 def _name(key: object) -> object:
@@ -210,11 +276,13 @@ class Watch:
 
     Args:
         values: The values to watch.
+        of_code: As of `stand_in`.
     """
 
-    def __init__(self, values: Iterable[object]) -> None:
-        self._tables: list[tuple[Mapping[Any, Any], int, list[Any], list[Any]]] = []
-        """Tables that are not dicts, such as those of classes."""
+    def __init__(self, values: Iterable[object], *, of_code: bool = False) -> None:
+        self._of_code = of_code
+        self._tables: list[tuple[Mapping[Any, Any], int | None, list[Any], list[Any]]] = []
+        """Tables that are not dicts, such as those of classes, with their numbers of items if these count."""
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any]] = []
         self._counts: tuple[list[int], list[int]] = [], []
@@ -230,73 +298,111 @@ class Watch:
         """Lists of values that are not inspected, such as tensors, with their classes."""
         self._kinds: list[tuple[Any, Any, type]] = []
         """The container, the key and the class of each value that is not inspected."""
+        self._tensors: list[tuple[Any, Any, weakref.ref[Tensor]]] = []
+        """The container, the key and the tensor of each item that has to stay the same tensor."""
+        self._functions: tuple[list[types.FunctionType], list[Any]] = [], []
+        """Functions, and the code, the defaults and the defaults by keyword of one after the other."""
+        self._cells: tuple[list[types.CellType], list[Any]] = [], []
+        """The cells of functions, and what they hold."""
         self._others: list[tuple[Any, object]] = []
         """The values without a quick check, with their stand-ins."""
-        seen: set[int] = set()
+        self._checks: list[Callable[[], bool]] | None = None
+        """The checks of the above that have something to check."""
+        self._seen: dict[int, int] = {}
+        """How far each object was looked into, by its identity."""
         for value in values:
-            self._add(value, _LIMITS.depth, seen)
+            self._add(value, _LIMITS.depth)
 
     def add_table(self, table: Mapping[Any, Any], names: Iterable[str]) -> None:
         """Watches some items of a table, and how many items it has."""
-        self._watch(table, [(name, table[name]) for name in names], _LIMITS.depth, set())
+        self._watch(table, [(name, table[name]) for name in names], _LIMITS.depth + 1)
+
+    def add_items(self, table: Mapping[Any, Any], keys: Iterable[Any], *, is_deep: bool) -> None:
+        """Watches some items of a table, with what they lead to if it `is_deep`, whatever else it holds."""
+        depth = _LIMITS.depth + 1 if is_deep else 1
+        self._watch(table, [(key, _item(table, key)) for key in keys], depth, is_whole=False)
 
     def holds(self) -> bool:
-        """Whether all values hold the same objects."""
-        for table, count, names, values in self._tables:
-            if len(table) != count or not all(map(operator.is_, map(table.get, names), values)):
-                return False
+        """Whether all values hold the same objects; nothing is added after the first call."""
+        if self._checks is None:
+            checks = {
+                self._tables_hold: self._tables,
+                self._containers_hold: (*self._dicts, *self._lists),
+                self._entries_hold: self._entries[0],
+                lambda: self._many[0] == self._many[1]: self._many[0],
+                lambda: all(held == items for held, items in self._sets): self._sets,
+                self._others_hold: (*self._classes, *self._kinds, *self._tensors, *self._others),
+                self._functions_hold: (*self._functions[0], *self._cells[0]),
+            }
+            self._checks = [check for check, watched in checks.items() if watched]
+        return all([check() for check in self._checks])
+
+    def _tables_hold(self) -> bool:
+        return all(
+            (count is None or len(table) == count) and all(map(operator.is_, map(table.get, names), values))
+            for table, count, names, values in self._tables
+        )
+
+    def _containers_hold(self) -> bool:
         dict_counts, list_counts = self._counts
-        if [*map(dict.__len__, self._dicts)] != dict_counts or [
-            *map(list.__len__, self._lists)
-        ] != list_counts:
+        if [*map(dict.__len__, self._dicts)] != dict_counts:
             return False
-        dicts, keys, values = self._entries
-        if not all(map(operator.is_, map(dict.get, dicts, keys), values)):
-            return False
-        many, copies = self._many
-        if many != copies:
+        if [*map(list.__len__, self._lists)] != list_counts:
             return False
         items = itertools.chain.from_iterable(map(list.__iter__, self._lists))
-        if not all(map(operator.is_, items, self._items)):
-            return False
-        for held, items in self._sets:
-            if held != items:
-                return False
-        for held, kinds in self._classes:
-            if [*map(type, list.__iter__(held))] != kinds:
-                return False
-        for held, key, kind in self._kinds:
-            if type(_item(held, key)) is not kind:
-                return False
-        return all(stand_in(value) == wanted for value, wanted in self._others)
+        return all(map(operator.is_, items, self._items))
 
-    def _add(self, value: Any, depth: int, seen: set[int]) -> None:
-        if not depth or is_plain(value) or id(value) in seen:
+    def _entries_hold(self) -> bool:
+        dicts, keys, values = self._entries
+        return all(map(operator.is_, map(dict.get, dicts, keys), values))
+
+    def _others_hold(self) -> bool:
+        return (
+            all([*map(type, list.__iter__(held))] == kinds for held, kinds in self._classes)
+            and all(type(_item(held, key)) is kind for held, key, kind in self._kinds)
+            and all(_item(held, key) is tensor() for held, key, tensor in self._tensors)
+            and all(stand_in(value, of_code=self._of_code) == wanted for value, wanted in self._others)
+        )
+
+    def _functions_hold(self) -> bool:
+        functions, wanted = self._functions
+        if not all(map(operator.is_, itertools.chain.from_iterable(map(_FUNCTION, functions)), wanted)):
+            return False
+        cells, contents = self._cells
+        try:
+            return all(map(operator.is_, map(_CONTENT, cells), contents))
+        except ValueError:  # one holds nothing any more
+            return False
+
+    def _add(self, value: Any, depth: int) -> None:
+        if not depth or is_plain(value) or self._seen.get(id(value), 0) >= depth:
             return
         parts = _parts(value)
         if parts is None:
             return
-        seen.add(id(value))
+        self._seen[id(value)] = depth
         kind = cast("type[Any]", type(value))
         base = base_of(kind)
         if base is not None and base.__len__(value) > _LIMITS.items:
-            self._others.append((value, stand_in(value)))
+            self._others.append((value, stand_in(value, of_code=self._of_code)))
         elif kind in (list, dict) and self._is_by_value(value):
             for held, each in zip(self._many, (value, value.copy()), strict=True):
                 held.append(each)
         elif issubclass(kind, dict):
-            self._watch(value, list(dict.items(value)), depth, seen)
+            self._watch(value, list(dict.items(value)), depth)
         elif base in (set, frozenset) and all(map(is_plain, base.__iter__(value))):
             self._sets.append((value, frozenset(base.__iter__(value))))
         elif issubclass(kind, list):
-            self._watch_list(value, depth, seen)
-        elif kind in (types.MethodType, functools.partial) or issubclass(kind, tuple):
+            self._watch_list(value, depth)
+        elif kind is types.FunctionType:
+            self._watch_function(value, depth)
+        elif kind in WRAPPERS or issubclass(kind, tuple):
             for _, part in parts:
-                self._add(part, depth - 1, seen)
+                self._add(part, depth - 1)
         elif is_inspectable(kind) and not slots_of(kind):
-            self._watch(store_of(value), cast("list[tuple[Any, Any]]", parts), depth, seen)
+            self._watch(store_of(value), cast("list[tuple[Any, Any]]", parts), depth)
         else:
-            self._others.append((value, stand_in(value)))
+            self._others.append((value, stand_in(value, of_code=self._of_code)))
 
     def _is_by_value(self, value: dict[Any, Any] | list[Any]) -> bool:
         if len(self._items) + len(self._entries[1]) + len(value) <= _MOST_EXACT:
@@ -304,34 +410,60 @@ class Watch:
         items = value.values() if isinstance(value, dict) else value
         return _COMPARED.issuperset(map(type, items))
 
+    def _watch_function(self, function: types.FunctionType, depth: int) -> None:
+        if not is_installed(str(function.__globals__.get("__name__"))):
+            self._functions[0].append(function)
+            self._functions[1].extend(_FUNCTION(function))
+        for _, cell in _own_cells(function):
+            if _is_held(cell.cell_contents):
+                self._cells[0].append(cell)
+                self._cells[1].append(cell.cell_contents)
+            else:
+                self._watch_other(cell, "", cell.cell_contents, of_code=True)
+            self._add(cell.cell_contents, depth - 1)
+        for value in function.__defaults__ or ():
+            self._add(value, depth - 1)
+        if function.__kwdefaults__:
+            self._watch(function.__kwdefaults__, list(function.__kwdefaults__.items()), depth)
+
+    def _watch_other(self, held: Any, key: Any, value: object, *, of_code: bool) -> None:
+        """Watches an item that is not held: the class counts, of code's tensors also which one it is."""
+        if of_code and issubclass(type(value), Tensor):
+            self._tensors.append((held, key, weakref.ref(cast("Tensor", value))))
+        else:
+            self._kinds.append((held, key, type(value)))
+
     def _watch(
-        self, table: Mapping[Any, Any], items: list[tuple[Any, Any]], depth: int, seen: set[int]
+        self, table: Mapping[Any, Any], items: list[tuple[Any, Any]], depth: int, *, is_whole: bool = True
     ) -> None:
         held = [(key, part) for key, part in items if _is_held(part)]
         names, values = [key for key, _ in held], [part for _, part in held]
         if isinstance(table, dict):
-            self._dicts.append(table)
-            self._counts[0].append(dict.__len__(table))
+            if is_whole:
+                self._dicts.append(table)
+                self._counts[0].append(dict.__len__(table))
             for known, more in zip(self._entries, ([table] * len(held), names, values), strict=True):
                 known += more
         else:
-            self._tables.append((table, len(table), names, values))
-        self._kinds += [(table, key, type(part)) for key, part in items if not _is_held(part)]
+            self._tables.append((table, len(table) if is_whole else None, names, values))
+        for key, part in items:
+            if not _is_held(part):
+                self._watch_other(table, key, part, of_code=self._of_code)
         for part in values:
-            self._add(part, depth - 1, seen)
+            self._add(part, depth - 1)
 
-    def _watch_list(self, value: list[Any], depth: int, seen: set[int]) -> None:
+    def _watch_list(self, value: list[Any], depth: int) -> None:
         items = list(list.__iter__(value))
         if all(map(_is_held, items)):
             self._lists.append(value)
             self._counts[1].append(len(items))
             self._items += items
-        elif not any(map(_is_held, items)):
+        elif not any(map(_is_held, items)) and not self._of_code:
             self._classes.append((value, [*map(type, items)]))
         else:
-            self._others.append((value, stand_in(value)))
+            self._others.append((value, stand_in(value, of_code=self._of_code)))
         for part in items:
-            self._add(part, depth - 1, seen)
+            self._add(part, depth - 1)
 
 
 def _is_held(value: object) -> bool:
@@ -340,4 +472,6 @@ def _is_held(value: object) -> bool:
 
 
 def _item(held: Any, key: Any) -> object:
+    if type(held) is types.CellType:
+        return held.cell_contents
     return dict.get(held, key, ABSENT) if isinstance(held, dict) else held.get(key, ABSENT)

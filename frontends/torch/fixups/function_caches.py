@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
-from ..closures import closed_over
+from ....torch_support.functions import closed_over
 
 __all__ = ["caches_of", "forget_traced", "is_traced"]
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ...ir import UsageError, allocation_bytes
 from ...passes.costs.allocations import Recording, recorded_allocations
 
-__all__ = ["Outside", "OutsideMeter"]
+__all__ = ["Outside", "OutsideMeter", "Stretch"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,17 +44,50 @@ _MOST_WAITED = 3
 """A meter waits so often for the session of another one, whose next step would end it."""
 
 
+class Stretch(IntEnum):
+    """What runs in a stretch of a step; the place of its bytes in `Outside`."""
+
+    FORWARD = 0
+    """A graph's forward."""
+    LOSS = 1
+    """The code after it: the loss, or what Dynamo left to Python before the next graph."""
+    BACKWARD = 2
+    """A graph's backward."""
+    WAITING = 3
+    """The backward of such code, while the graphs before it wait for theirs; after the last, the loop."""
+
+
 class Outside(NamedTuple):
-    """The memory that a step takes outside of its graphs.
+    """The memory that a step takes outside of its graphs, at each kind of stretch.
+
+    What such code makes is often gone when a graph runs: one number for the step would count it beside graphs
+    that never see it.
 
     Args:
-        beside_bytes: The most that is alive, from the first graph's forward to its backward, beside the bytes
-            that are predicted of the graphs.
-        between_bytes: The most that is alive at once after that, until the next step's first graph.
+        forward_bytes: The most that is alive in a graph's forward, beside the bytes that are predicted of the
+            graphs.
+        loss_bytes: The same in the code after a forward.
+        backward_bytes: The same in a graph's backward.
+        waiting_bytes: The same in the code between two backwards.
+        between_bytes: The most that is alive at once after the last backward, until the next step's first
+            graph.
     """
 
-    beside_bytes: int = 0
+    forward_bytes: int = 0
+    loss_bytes: int = 0
+    backward_bytes: int = 0
+    waiting_bytes: int = 0
     between_bytes: int = 0
+
+    @staticmethod
+    def throughout(nbytes: int) -> Outside:
+        """Counts the same bytes from the first graph's forward to its backward."""
+        return Outside(nbytes, nbytes, nbytes, nbytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        """The most that is alive beside the graphs, from the first one's forward to its backward."""
+        return max(self[: len(Stretch)])
 
     def __or__(self, other: Outside) -> Outside:
         """The most of two steps."""
@@ -82,6 +116,7 @@ class OutsideMeter:
     """Ends the session, at the latest when the process exits."""
     _device: str = field(default="cpu", init=False)
     _recordings: list[Recording] = field(default_factory=list[Recording], init=False)
+    _stretches: list[Stretch] = field(default_factory=list[Stretch], init=False)
     _predicted: list[int | None] = field(default_factory=list[int | None], init=False)
     _start_bytes: int = field(default=0, init=False)
     _state_bytes: int = field(default=0, init=False)
@@ -112,7 +147,7 @@ class OutsideMeter:
             device: The device whose memory counts.
             alive_bytes: The bytes that are known to be alive there now.
         """
-        self._device, self._recordings, self._predicted = device, [], []
+        self._device, self._recordings, self._stretches, self._predicted = device, [], [], []
         self._start_bytes, self._state_bytes = alive_bytes, 0
         if self._is_wanted:
             self._record()
@@ -172,10 +207,11 @@ class OutsideMeter:
             gc.collect()
             self._record()
 
-    def mark(self, predicted_bytes: int | None) -> None:
+    def mark(self, stretch: Stretch, predicted_bytes: int | None = None) -> None:
         """Begins a stretch.
 
         Args:
+            stretch: What runs in it.
             predicted_bytes: The most that is predicted to be alive meanwhile; None if `settle` will tell.
         """
         if self.is_recording:
@@ -183,6 +219,7 @@ class OutsideMeter:
                 self.stop()
                 return
             torch.empty(self._mark_bytes, dtype=torch.uint8, device=self._device)
+            self._stretches.append(stretch)
             self._predicted.append(predicted_bytes)
             self._marked_seconds = time.monotonic()
 
@@ -234,10 +271,13 @@ class OutsideMeter:
         levels[-1] -= self._state_bytes
         if not self._device.startswith("cuda"):
             level -= gone_bytes
-        pairs = zip(levels[:-1], self._predicted, strict=False)
-        beside = (level - predicted for level, predicted in pairs if predicted is not None)
+        beside = [0] * len(Stretch)
+        for stretch, most, predicted in zip(self._stretches, levels[:-1], self._predicted, strict=False):
+            if predicted is not None:
+                beside[stretch] = max(beside[stretch], most - predicted)
         held_bytes = max(level - alive_bytes, 0)  # by what ran before the first graph, and nobody knows of
-        self.outside |= Outside(max(0, 0, *beside) + held_bytes, levels[-1])
+        forward, loss, backward, waiting = (nbytes + held_bytes for nbytes in beside)
+        self.outside |= Outside(forward, loss, backward, waiting, levels[-1])
         self._is_wanted = has_new
         return self.outside != before
 
@@ -248,7 +288,7 @@ class OutsideMeter:
         if len(levels) != len(self._predicted):
             self._spoilt += 1
             return False
-        self.outside |= Outside(0, levels[0])
+        self.outside |= Outside(between_bytes=levels[0])
         self._is_wanted = self._has_new = False
         return True
 

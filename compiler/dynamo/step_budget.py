@@ -25,7 +25,7 @@ from ...passes.subgraphs.plan_subgraph import minimum_bytes, plan_subgraph
 from ...passes.subgraphs.subgraph import AmbientMemory, Choice, Subgraph
 from ...torch_support.allocated import allocated_bytes
 from .eager_parameters import EagerParameters, outside_of_graphs
-from .outside_meter import OutsideMeter
+from .outside_meter import Outside, OutsideMeter, Stretch
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
 from .unplanned_steps import UnplannedSteps
 
@@ -91,9 +91,14 @@ class StepBudget:
         self.latest_peak_bytes = 0
 
     @property
+    def outside(self) -> Outside:
+        """The bytes that the step takes beside its graphs, as it was said or measured."""
+        return Outside.throughout(self._outside_bytes or 0) if self.meter is None else self.meter.outside
+
+    @property
     def outside_bytes(self) -> int:
-        """The bytes that the step takes beside its graphs while they run, or wait for their backward."""
-        return self._outside_bytes or 0 if self.meter is None else self.meter.outside.beside_bytes
+        """The most that the step takes beside its graphs while they run, or wait for their backward."""
+        return self.outside.beside_bytes
 
     @property
     def known_outside_bytes(self) -> int | None:
@@ -106,11 +111,6 @@ class StepBudget:
     def between_bytes(self) -> int:
         """The bytes that are alive between two steps, if they are measured."""
         return 0 if self.meter is None else self.meter.outside.between_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """The bytes of the budget that are the graphs'."""
-        return self.budget_bytes - self.outside_bytes
 
     def count(self, modules: Iterable[nn.Module]) -> None:
         """Counts the parameters and buffers that modules have, from now on."""
@@ -196,7 +196,7 @@ class StepBudget:
         if not self.pending_runs and self.meter is not None and self.meter.end(*self._alive_since_start()):
             _LOG.info(
                 "a step takes %s beside its graphs, and %s at most between two steps, as measured",
-                *map(format_bytes, self.meter.outside),
+                *map(format_bytes, (self.outside_bytes, self.between_bytes)),
             )
             self._unplanned.update(_root(subgraph) for subgraph in self.subgraphs.values())
         return not self.pending_runs
@@ -228,20 +228,20 @@ class StepBudget:
         self._before_backward = {p: now.backwards[p].nbytes(taken.saved_bytes) for p in now.pending_runs}
         self._before_backward[pending_run] = now.backwards[now.run].nbytes(0)
         forward_bytes, self._at_loss_bytes, _ = now.moments(taken)
-        meter.mark(forward_bytes)
+        meter.mark(Stretch.FORWARD, forward_bytes)
 
     def _mark_backward(self, meter: OutsideMeter, pending_run: PendingRun) -> None:
         """Marks the end of a run's forward, and where its backward will begin and end."""
-        meter.mark(self._at_loss_bytes)
+        meter.mark(Stretch.LOSS, self._at_loss_bytes)
         assert pending_run.step is not None
 
         def begin() -> None:
             beside_bytes = self._before_backward.get(pending_run)
             if beside_bytes is not None:
                 meter.settle(beside_bytes + pending_run.held_bytes)
-                meter.mark(beside_bytes + pending_run.choice.footprint.backward_bytes)
+                meter.mark(Stretch.BACKWARD, beside_bytes + pending_run.choice.footprint.backward_bytes)
 
-        pending_run.step.call_around(begin, lambda: meter.mark(None))
+        pending_run.step.call_around(begin, lambda: meter.mark(Stretch.WAITING))
 
     def pass_by(self, name: str, inputs: Iterable[Tensor], nbytes: int) -> None:
         """Makes sure that a graph without a backward has room.
@@ -258,7 +258,8 @@ class StepBudget:
         self.alive.note(inputs)
         alive_bytes = self.alive.alive_bytes()
         needed_bytes = alive_bytes + sum(f.choice.footprint.saved_bytes for f in self.pending_runs) + nbytes
-        if needed_bytes > self.room_bytes:
+        needed_bytes += self.outside_bytes
+        if needed_bytes > self.budget_bytes:
             raise self._refusal(name, needed_bytes, alive_bytes)
         self._count(needed_bytes)
 
@@ -348,7 +349,8 @@ class StepBudget:
         # the loss takes twice the bytes of the outputs, and makes their gradients
         strangers_bytes = beside_bytes - loose_bytes
         at_loss = alive_bytes + handed_bytes + tangents_bytes(graph) + graph.loss_bytes + 3 * loose_bytes
-        now = _Now(run, tuple(self.pending_runs), alive_bytes, 2 * strangers_bytes, at_loss, backwards)
+        pending_runs = tuple(self.pending_runs)
+        now = _Now(run, pending_runs, alive_bytes, 2 * strangers_bytes, at_loss, backwards, self.outside)
         subgraph = run.subgraph
         before = [subgraph.ambient, *(pending_run.subgraph.ambient for pending_run in self.pending_runs)]
         own = now.ambient
@@ -357,7 +359,12 @@ class StepBudget:
         subgraph.ambient = own if subgraph.ambient is None else subgraph.ambient | own
         for pending_run in self.pending_runs:
             assert pending_run.subgraph.ambient is not None
-            pending_run.subgraph.ambient |= AmbientMemory(0, 0, backwards[pending_run].fixed_bytes)
+            fixed_bytes, handed_bytes = backwards[pending_run].fixed_bytes, _handed_bytes(pending_run)
+            pending_run.subgraph.ambient |= AmbientMemory(
+                forward_bytes=0,
+                loss_bytes=fixed_bytes + handed_bytes + self.outside.waiting_bytes,
+                backward_bytes=fixed_bytes + self.outside.backward_bytes,
+            )
         return now, before != [
             subgraph.ambient,
             *(pending_run.subgraph.ambient for pending_run in self.pending_runs),
@@ -377,15 +384,14 @@ class StepBudget:
 
     def _fits(self, now: _Now, taken: Footprint) -> bool:
         """Whether a run, and the backwards of those that wait, stay within the budget as things are."""
-        return self._needed(now, taken) <= self.room_bytes
+        return self._needed(now, taken) <= self.budget_bytes
 
     def _needed(self, now: _Now, taken: Footprint | None) -> int:
         """The most that will be alive if a run takes this; if None, in the backwards of those that wait."""
         new_bytes = 0 if taken is None else taken.saved_bytes
-        most = max(
-            (now.backward_bytes(pending_run, new_bytes) for pending_run in now.pending_runs), default=0
-        )
-        return most if taken is None else max(most, *now.moments(taken))
+        needed = (now.needed_bytes(pending_run, new_bytes) for pending_run in now.pending_runs)
+        most = max(needed, default=0)
+        return most if taken is None else max(most, *now.moments_beside(taken))
 
     # ------------------------------------------------------------------ planning
 
@@ -429,7 +435,7 @@ class StepBudget:
 
     def _planned(self, subgraph: Subgraph, now: _Now, time_limit: float) -> Choice:
         here, chosen = self._here(subgraph, now)
-        return plan_subgraph(here, self.room_bytes, chosen, time_limit=time_limit, gap=self.gap)
+        return plan_subgraph(here, self.budget_bytes, chosen, time_limit=time_limit, gap=self.gap)
 
     def _here(self, subgraph: Subgraph, now: _Now) -> tuple[Subgraph, dict[Subgraph, Footprint]]:
         """A subgraph as it stands in this very run, with what those below it take."""
@@ -441,7 +447,7 @@ class StepBudget:
     def _plan_together(self, root: Subgraph) -> None:
         """Plans all subgraphs of a tree; with something to spare if they were planned before."""
         started = time.thread_time()
-        rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
+        rooms = [self.budget_bytes - self.budget_bytes // _SPARE, self.budget_bytes]
         choices: dict[Subgraph, Choice] | None = None
         for room_bytes in rooms[1:] if root in self._unplanned else rooms:
             if choices is None:
@@ -467,9 +473,8 @@ class StepBudget:
         ):
             if taken is not None and self._fits(now, taken):
                 return
-            own_bytes = pending_run.choice.footprint.backward_bytes
-            ambient = now.backward_bytes(pending_run, new_bytes) - own_bytes
-            self._shrink(pending_run, self.room_bytes - ambient)
+            ambient = now.backwards[pending_run].nbytes(new_bytes) + self.outside.backward_bytes
+            self._shrink(pending_run, self.budget_bytes - ambient)
 
     def _shrink(self, pending_run: PendingRun, own_bytes: int) -> None:
         """Makes a run that waits hold as little as can be; its backward may take `own_bytes` above static."""
@@ -498,7 +503,7 @@ class StepBudget:
 
     def _count(self, needed_bytes: int) -> None:
         """Takes down what is predicted of the step so far."""
-        needed_bytes = max(needed_bytes + self.outside_bytes, self.between_bytes)
+        needed_bytes = max(needed_bytes, self.outside_bytes, self.between_bytes)
         self.latest_peak_bytes = max(self.latest_peak_bytes, needed_bytes)
         self.peak_bytes = max(self.peak_bytes, needed_bytes)
 
@@ -510,7 +515,7 @@ class StepBudget:
             subgraph.peak_bytes(chosen) for subgraph in chosen if all(p in chosen for p in subgraph.below)
         )
         most = max(peaks, default=None)
-        return 0 if most is None else max(most + self.outside_bytes, self.between_bytes)
+        return 0 if most is None else max(most, self.between_bytes)
 
     def summary(self) -> str:
         """The budget, and each graph with what it takes."""
@@ -538,7 +543,7 @@ class StepBudget:
         """The refusal of a run, with what each graph of the step holds."""
         here, chosen = self._here(subgraph, now)
         latest = time.thread_time() + self.time_limit
-        needed = max(minimum_bytes(here, self.room_bytes, chosen, latest), self._needed(now, None))
+        needed = max(minimum_bytes(here, self.budget_bytes, chosen, latest), self._needed(now, None))
         return self._refusal(subgraph.name, needed, now.alive_bytes)
 
     def _over_between(self) -> BudgetError:
@@ -554,7 +559,6 @@ class StepBudget:
         )
 
     def _refusal(self, name: str, needed: int, alive_bytes: int) -> BudgetError:
-        needed += self.outside_bytes
         held = [(f.subgraph.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.pending_runs]
         waiting = "".join(f"; {name} holds {amount} until its backward" for name, amount in held)
         return BudgetError(
@@ -580,6 +584,7 @@ class _Now:
         losses_bytes: What losses may hold already, of runs that this one does not depend on.
         loss_bytes: What is alive at the loss, if it comes right after the run, without what is saved.
         backwards: Of the run, and of those that wait.
+        outside: What the step takes outside of graphs.
     """
 
     run: Run
@@ -588,6 +593,7 @@ class _Now:
     losses_bytes: int
     loss_bytes: int
     backwards: Mapping[Run, Backward]
+    outside: Outside
 
     @property
     def waiting_bytes(self) -> int:
@@ -601,16 +607,29 @@ class _Now:
         While the run waits, the backwards of those that it does not depend on may run.
         """
         waiting_bytes = self.waiting_bytes
-        strangers = [self.backward_bytes(f, 0) for f in self.pending_runs if f not in self.run.upstream]
+        strangers = [self.needed_bytes(f, 0) for f in self.pending_runs if f not in self.run.upstream]
+        backward_bytes, outside = self.backwards[self.run].nbytes(0) - waiting_bytes, self.outside
         return AmbientMemory(
-            forward_bytes=self.alive_bytes + self.losses_bytes,
-            loss_bytes=max(self.loss_bytes, *(nbytes - waiting_bytes for nbytes in (0, *strangers))),
-            backward_bytes=self.backwards[self.run].nbytes(0) - waiting_bytes,
+            forward_bytes=self.alive_bytes + self.losses_bytes + outside.forward_bytes,
+            loss_bytes=max(
+                self.loss_bytes + outside.loss_bytes,
+                backward_bytes + _handed_bytes(self.run) + outside.waiting_bytes,
+                *(nbytes - waiting_bytes for nbytes in strangers),
+            ),
+            backward_bytes=backward_bytes + outside.backward_bytes,
         )
 
-    def backward_bytes(self, pending_run: PendingRun, new_bytes: int) -> int:
-        """The most that is alive in the backward of a run that waits; the run itself saves `new_bytes`."""
-        return self.backwards[pending_run].nbytes(new_bytes) + pending_run.choice.footprint.backward_bytes
+    def needed_bytes(self, pending_run: PendingRun, new_bytes: int) -> int:
+        """The most that is alive in the backward of a run that waits, and right before it.
+
+        Args:
+            pending_run: The run that waits.
+            new_bytes: What the run that has not run yet will save.
+        """
+        return self.backwards[pending_run].nbytes(new_bytes) + max(
+            pending_run.held_bytes + self.outside.waiting_bytes,
+            pending_run.choice.footprint.backward_bytes + self.outside.backward_bytes,
+        )
 
     def moments(self, taken: Footprint) -> tuple[int, int, int]:
         """The most that is alive in the run's forward, at the loss and in its backward, if it takes this."""
@@ -619,6 +638,23 @@ class _Now:
             self.loss_bytes + self.waiting_bytes + taken.saved_bytes,
             self.backwards[self.run].nbytes(0) + taken.backward_bytes,
         )
+
+    def moments_beside(self, taken: Footprint) -> tuple[int, int, int, int]:
+        """The same with what the step takes outside of graphs, and right before the run's backward."""
+        forward_bytes, loss_bytes, backward_bytes = self.moments(taken)
+        waiting_bytes = self.backwards[self.run].nbytes(0) + taken.saved_bytes + _handed_bytes(self.run)
+        outside = self.outside
+        return (
+            forward_bytes + outside.forward_bytes,
+            loss_bytes + outside.loss_bytes,
+            waiting_bytes + outside.waiting_bytes,
+            backward_bytes + outside.backward_bytes,
+        )
+
+
+def _handed_bytes(run: Run) -> int:
+    """The bytes of a run's outputs and of their gradients."""
+    return outputs_bytes(run.variant.graph) + tangents_bytes(run.variant.graph)
 
 
 def _device(tensors: Iterable[Tensor]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...backends.torch import AliveTensors
 from ...ir import BudgetError, format_bytes
-from .outside_meter import OutsideMeter
+from .outside_meter import OutsideMeter, Stretch
 
 __all__ = ["UnplannedSteps"]
 
@@ -60,7 +60,9 @@ class UnplannedSteps:
         if is_over:
             raise self._over(self._meter.outside.between_bytes)
         if self._is_begun:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._meter.mark(None))
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._meter.mark(Stretch.WAITING)
+            )
         return not self._is_measured
 
     def expect_change(self) -> None:
@@ -88,7 +90,7 @@ class UnplannedSteps:
         gc.collect()  # results of earlier steps may wait in cycles of references
         self._alive.note(arguments)
         self._meter.begin(self._device, self._alive.alive_bytes())
-        self._meter.mark(None)
+        self._meter.mark(Stretch.WAITING)
         self._is_begun = True
 
     def _over(self, step_bytes: int) -> BudgetError:

@@ -145,7 +145,10 @@ class State:
         So are hooks: what a forward installs for its next run would see traced tensors, or be there twice.
         Some stays that a first call sets once: an attribute of a configuration that was None, such as
         `config.problem_type`, and names in a registry that only code leads to.
+
+        A function of the model's own that calls `backward()` within its backward leaves traced gradients.
         """
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
         tables = [HeldObject.of_container(table) for table in _tables(self.module)]
         holders = self._holders()
@@ -159,6 +162,9 @@ class State:
             random.setstate(python)
             np.random.set_state(numpy)
             forget_traced(caches)
+            for parameter, gradient in gradients:
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
             for child, entries in attributes:
                 vars(child).clear()
                 vars(child).update(entries)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import irc
 from irc.compiler.dynamo.backend import Backend
-from irc.compiler.dynamo.outside_meter import Outside, OutsideMeter
+from irc.compiler.dynamo.outside_meter import Outside, OutsideMeter, Stretch
 from irc.passes.costs.allocations import peak_bytes
 
 # Dynamo looks at `.grad` of what a graph break hands on, and warns of what it leaves to Python.
@@ -106,6 +106,77 @@ def test_a_budget_without_room_for_what_is_outside_is_refused_once_that_is_measu
         step(run, x)
         model.zero_grad()
     assert MIB < backend.latest_peak_bytes <= budget
+
+
+class Halves(torch.autograd.Function):
+    """Two residual halves of which backward computes the inputs again, as in RevNet."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, blocks: list[tuple[nn.Module, nn.Module]]) -> Any:
+        with torch.no_grad():
+            for f, g in blocks:
+                x = x + f(y)
+                y = y + g(x)
+        ctx.blocks, ctx.out = blocks, (x.detach(), y.detach())
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, y = ctx.out
+        to_x, to_y = gradients
+        for f, g in reversed(ctx.blocks):
+            y, to_x = undone(g, x, y, to_x, to_y)
+            x, to_y = undone(f, y, x, to_y, to_x)
+        return to_x, to_y, None
+
+
+def undone(block: nn.Module, read: Tensor, written: Tensor, to_read: Tensor, to_written: Tensor) -> Any:
+    """What was there before a block was added to it, and the gradient of what the block read."""
+    with torch.enable_grad():
+        leaf = read.detach().requires_grad_()
+        change = block(leaf)
+        change.backward(to_written)
+    assert leaf.grad is not None
+    return written - change.detach(), to_read + leaf.grad
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 128), nn.Linear(128, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(x).chunk(2, 1)
+        function: Any = Halves.apply
+        a, b = function(a, b, list(zip(self.blocks[::2], self.blocks[1::2], strict=True)))
+        return self.last(torch.cat([a, b], 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+def test_a_backward_outside_of_graphs_counts_while_it_runs_and_not_beside_the_graphs() -> None:
+    model, x = Reversible(), torch.randn(8 * BATCH, WIDTH)
+    static = sum(t.nbytes for t in (*model.parameters(), x))
+    eager_bytes = peak_bytes(lambda: step(model, x)) + static
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with pytest.raises(irc.UnsupportedError):
+        irc.optimize(model, (x,), eager_bytes, costs="analytic")
+    assert all(parameter.grad is None for parameter in model.parameters())  # nor traced ones
+    run, backend = compiled(model, eager_bytes)
+    for _ in range(3):
+        step(run, x)
+        assert all(
+            torch.equal(parameter.grad, gradient)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True)
+            if parameter.grad is not None and gradient is not None
+        )
+        model.zero_grad()
+    measured = peak_bytes(lambda: step(run, x)) + static
+    assert measured <= backend.latest_peak_bytes == backend.peak_bytes <= eager_bytes
+    assert backend.outside_bytes is not None and backend.outside_bytes > eager_bytes // 3
 
 
 def test_what_the_loop_takes_between_two_steps_counts_as_it_is() -> None:
@@ -231,24 +302,25 @@ def test_a_meter_compares_each_stretch_with_what_was_predicted() -> None:
         held.append(torch.empty(nbytes, dtype=torch.uint8))
 
     meter.begin("cpu", 1000)
-    meter.mark(1500)
+    meter.mark(Stretch.FORWARD, 1500)
     take(700)  # 200 more than predicted
     with meter.paused():
         take(5000)
-    meter.mark(None)
-    meter.settle(2100)
-    take(300)
+    meter.mark(Stretch.WAITING)
+    meter.settle(1900)
+    take(300)  # 100 more than predicted
     held.clear()
-    meter.mark(None)
+    meter.mark(Stretch.WAITING)
     take(50)
     assert meter.end(alive_bytes=1030, gone_bytes=10) and meter.is_settled
-    assert meter.outside == Outside(beside_bytes=210, between_bytes=1050)  # 10 that nobody knows of
+    assert meter.outside == Outside(210, 10, 10, 110, between_bytes=1050)  # 10 that nobody knows of
     meter.expect_change()
     meter.begin("cpu", 1000)
-    meter.mark(0)
-    meter.mark(None)
+    meter.mark(Stretch.BACKWARD, 0)
+    meter.mark(Stretch.WAITING)
     assert meter.end(1000, 0) and not meter.is_settled  # a graph was new: the next step is measured too
-    assert meter.outside == Outside(beside_bytes=1000, between_bytes=1050)
+    assert meter.outside == Outside(210, 10, 1000, 110, between_bytes=1050)
+    assert meter.outside.beside_bytes == 1000
 
 
 def test_a_recording_that_no_step_adds_to_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

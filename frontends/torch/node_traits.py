@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ...ir import Node, TensorType, Trait, UnsupportedError, Value, nondeterminism
+from .fixups.tangent_layouts import is_expanded
 
 __all__ = ["check_draw", "draws", "ignores_statistics", "operands_of", "traits_of"]
 
@@ -43,10 +44,15 @@ def traits_of(node: Node, traced: fx.Node) -> frozenset[Trait]:
 
 
 def check_draw(node: Node) -> None:
-    """Refuses bernoulli_ on strided memory: what it is traced as draws the elements in another order."""
+    """Refuses bernoulli_ on strided memory: what it is traced as draws the elements in another order.
+
+    The mask of an expanded tensor, for which torch.vmap asks, is a tensor of its own and drawn in order.
+    """
     if node.op != "aten.bernoulli.p":
         return
     type = node.operands[0].type
+    if is_expanded(type.shape, type.strides):
+        return
     rows = TensorType.contiguous(type.shape, type.dtype, type.device).strides
     if any(n > 1 and a != b for n, a, b in zip(type.shape, type.strides, rows, strict=True)):
         raise UnsupportedError(

@@ -305,7 +305,8 @@ class State:
             raise UnsupportedError(
                 "IRC338",
                 f"the forward replaces {self.replaced[0]} ({len(self.replaced)} such)",
-                help="write into it with copy_(), under torch.no_grad()",
+                help="write into it with copy_(), under torch.no_grad(); if the first call alone sets it, "
+                "call the module once before",
             )
         if counted:
             raise UnsupportedError(
@@ -343,7 +344,8 @@ def _written(child: nn.Module, held: dict[str, Tensor | None]) -> Iterator[tuple
         if new is old:
             continue
         if old is None or new is None:
-            yield key, " by a tensor where there was none, or the other way round"
+            child._buffers[key] = old
+            yield key, " by a tensor where there was none" if old is None else " by None"
         elif new.requires_grad:
             yield key, " by a tensor that has a gradient: detach() it"
         elif (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):

@@ -46,6 +46,7 @@ from ...ir import (
 )
 from ...torch_support.arguments import constant_symbol
 from ...torch_support.element_types import element_type
+from .fixups.tangent_layouts import is_expanded
 from .generators import Generators
 from .in_place import is_in_place
 from .loss_terms import kept_bytes
@@ -183,9 +184,7 @@ class _Translator:
             return 0
         operand: Any = node.args[0]
         value = self.values[operand]
-        steps = zip(value.type.shape, value.type.strides, strict=True)
-        is_expanded = any(size > 1 and step == 0 for size, step in steps)
-        return 0 if is_expanded else value.storage.nbytes
+        return 0 if is_expanded(value.type.shape, value.type.strides) else value.storage.nbytes
 
     def _input(self, node: fx.Node) -> None:
         if node.op == "get_attr":

@@ -42,6 +42,37 @@ def test_observers_that_have_seen_a_call_train() -> None:
     assert irc.measured_peak_bytes(fitted, (x,), loss=_loss) <= fitted.plan.peak_bytes
 
 
+class FilledAtFirst(nn.Module):
+    """Its first forward computes a buffer that all others use."""
+
+    scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().abs().mean(0)
+        return self.layer(x) * self.scale
+
+
+def test_a_buffer_that_the_first_forward_fills_trains_after_one_call() -> None:
+    torch.manual_seed(0)
+    model, x = FilledAtFirst(), torch.randn(4, 4)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC338.*buffer scale by a tensor where") as raised:
+        irc.optimize(model, (x,), "100%", loss=_loss, costs="analytic")
+    assert raised.value.help is not None and "call the module once before" in raised.value.help
+    assert model.scale is None
+    model(x)
+    original = copy.deepcopy(model)
+    fitted = irc.optimize(model, (x,), "100%", loss=_loss, costs="analytic")
+    for module in (fitted, original):
+        _loss(module(x)).backward()
+    assert all(map(torch.equal, _gradients(model), _gradients(original)))
+
+
 class DroppedWeights(nn.Module):
     """The recurrent layer of AWD-LSTM: each forward assigns its hidden weights, with some dropped."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -324,8 +325,28 @@ def test_a_draw_that_would_come_out_in_another_order_is_refused(x: Tensor) -> No
     module = Model(lambda m, x: functional.dropout(m.lin(x).t() * 1.0, 0.5, inplace=True))
     with pytest.raises(UnsupportedError) as raised:
         capture(module, (x,))
-    assert raised.value.code == "IRC339" and "contiguous" in str(raised.value.help)
+    assert raised.value.code == "IRC339" and "contiguous() on the tensor first" in str(raised.value.help)
     assert raised.value.at is not None and raised.value.at.source is not None
+    contiguous = Model(lambda m, x: functional.dropout(m.lin(x).t().contiguous() * 1.0, 0.5, inplace=True))
+    assert_trains_as_eager(contiguous, x)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_dropout_under_vmap_draws_as_eager_does(randomness: str, x: Tensor) -> None:
+    """torch.vmap draws the mask of an expanded tensor, which is no place to write into."""
+    module = Model(
+        lambda m, x: torch.vmap(lambda row: functional.dropout(m.lin(row)), randomness=randomness)(x)
+    )
+    assert_trains_as_eager(module, x)
+
+
+def assert_trains_as_eager(module: Model, x: Tensor) -> None:
+    original = copy.deepcopy(module)
+    fitted = irc.optimize(module, (x,), "100%", loss=torch.sum, costs="analytic")
+    for each in (fitted, original):
+        torch.manual_seed(0)
+        each(x).sum().backward()
+    assert torch.equal(fitted.lin.weight.grad, original.lin.weight.grad)  # pyright: ignore
 
 
 def test_a_sparse_gradient_is_refused() -> None:

@@ -89,7 +89,7 @@ def _replaces_parameter(m: Any, x: Tensor) -> Tensor:
     [
         (_grows, "buffer average by a tensor of another type"),
         (_keeps_graph, "buffer average by a tensor that has a gradient"),
-        (_vanishes, "buffer average by a tensor where there was none"),
+        (_vanishes, "buffer average by None"),
         (_replaces_parameter, "parameter lin.bias"),
     ],
 )

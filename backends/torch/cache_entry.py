@@ -18,6 +18,7 @@ from ...ir import Input, InputRole, Slot, Symbol
 from ...ir.scalars import evaluate, leaves_of
 from ...torch_support.overlaps import is_same_memory, overlap
 from ...torch_support.packed_weights import packed_weight
+from ...torch_support.scripted import ScriptTable, is_scripted
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
@@ -112,7 +113,9 @@ class CacheEntry:
                     self._packed[owner, name, static.target].append((index, static.part, wanted))
                     return None
                 is_parameter = static.role is InputRole.PARAMETER
-                table = owner._parameters if is_parameter else owner._buffers
+                table: Mapping[str, Tensor | None] = owner._parameters if is_parameter else owner._buffers
+                if is_scripted(owner):
+                    table = ScriptTable(table)
                 self._module_inputs.append((index, table, name, wanted))
                 return None
             case InputRole.INPUT:

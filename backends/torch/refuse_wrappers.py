@@ -37,6 +37,8 @@ _WRAPPERS = {
     "OptimizedModule": "torch.compile",
     "ScriptModule": "torch.jit",
 }
+_SCRIPTED = _WRAPPERS["ScriptModule"]
+"""Parts of this one are traced (`frontends/torch/fixups/scripted_parts.py`)."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,7 +172,7 @@ def refuse_wrapped_parts(root: nn.Module, names: Sequence[str], submodules: Sequ
             help="use DistributedDataParallel, with one process for each device",
         )
     for name, child in zip(names, submodules, strict=True):
-        if (wrapper := wrapper_of(type(child))) is not None:
+        if (wrapper := wrapper_of(type(child))) is not None and wrapper != _SCRIPTED:
             raise UnsupportedError(
                 "IRC534",
                 f"submodule {name!r} is wrapped by {wrapper}, and a planned step does not call submodules",

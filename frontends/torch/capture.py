@@ -62,6 +62,7 @@ from .fixups.meta_kernels import composites_on_meta
 from .fixups.module_hooks import module_hooks
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
+from .fixups.scripted_parts import rounding_parts, scripted_parts
 from .fixups.tangent_layouts import tangent_layouts
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.zero_checks import gradients_by_zeros
@@ -156,15 +157,15 @@ def capture(
 
     Raises:
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC353, IRC505, IRC536, IRC554 and
-            IRC556, when the graph cannot express something in the module.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC352, IRC353, IRC505, IRC534, IRC536,
+            IRC554 and IRC556, when the graph cannot express something in the module.
         UsageError: IRC340, when nothing in the result depends on anything that requires a gradient; IRC349,
             when the forward itself raises.
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
     packed = PackedParts(module)
-    with packed.as_buffers(), module_hooks(module):
+    with packed.as_buffers(), module_hooks(module), scripted_parts(module):
         flat = FlatModule(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
         modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
         return _captured(flat, modes, measure, with_eager=with_eager)
@@ -202,7 +203,7 @@ def lengths_alike(
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted(kwargs.items()))))
     packed = PackedParts(module)
-    with packed.as_buffers(), module_hooks(module), mode.announced():
+    with packed.as_buffers(), module_hooks(module), scripted_parts(module), mode.announced():
         flat = FlatModule(module, tree, leaves, loss, packed, stepwise=False, time_limit=time_limit)
         flat.mode = mode
         try:
@@ -288,6 +289,7 @@ def _captured(
         flat.apart,
         reentrant,
         written,
+        scripted=rounding_parts(flat.module),
         as_compiled=why_compiled,
     )
     results = [output.value for output in graph.outputs if output.role is OutputRole.OUTPUT]

@@ -32,6 +32,7 @@ def roundings(
     reentrant: Mapping[str, str],
     written: Mapping[str, Sequence[str]],
     *,
+    scripted: Iterable[str],
     as_compiled: UnsupportedError | None,
 ) -> Iterator[Rounding]:
     """Describes what may differ from eager's numbers by rounding, each with the reason.
@@ -45,6 +46,7 @@ def roundings(
         apart: The decompositions of which the loss may use the values alone, such as `svd`.
         reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
         written: The buffers that a checkpoint writes, by its line.
+        scripted: The submodules of torch.jit that eager runs in another way than they are written.
         as_compiled: What stood in the way until the module was told that it is compiled; None if it was not.
     """
     trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
@@ -54,6 +56,11 @@ def roundings(
             f"all numbers: {as_compiled.message.splitlines()[0]}{at}, so it is planned as if compiled "
             "(torch.compiler.is_compiling() is true); where it then computes in another way, these are its "
             "numbers"
+        )
+    for name in scripted:
+        yield Rounding(
+            f"numbers of submodule {name}, made by torch.jit: after its first calls eager runs what "
+            "torch.jit makes of it, with gradients by other formulas, and a plan what is written"
         )
     statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]

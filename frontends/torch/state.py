@@ -107,8 +107,8 @@ class State:
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
             for key, reason in _written(child, held):
                 self.replaced.append(f"buffer {f'{name}.{key}'.lstrip('.')}{reason}")
-            for key in child._parameters:
-                if child._parameters[key] is not trained.get(key):
+            for key, parameter in child._parameters.items():
+                if parameter is not trained.get(key):
                     self.replaced.append(f"parameter {f'{name}.{key}'.lstrip('.')}")
 
     @contextlib.contextmanager

@@ -252,11 +252,3 @@ def test_a_weight_that_an_evaluation_ordered_anew_is_refused() -> None:
     held.base.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(UnsupportedError, match="IRC531"):
         step(fitted, x)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
-def test_scripted_parts_are_still_refused_by_name() -> None:
-    """They hold their parameters in no dict."""
-    model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(nn.Linear(32, 32)))
-    with pytest.raises(UnsupportedError, match=r"IRC534.*torch\.jit"):
-        fitted_to(model, rows())

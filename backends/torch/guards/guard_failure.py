@@ -16,7 +16,7 @@ from torch import Tensor
 from ....ir import Autocast, DType, Input, IrcError, Slot, TensorType, UsageError
 from ....torch_support.attribute_reads import Names
 from ....torch_support.pytree import is_openable
-from .module_state import HOOKS_MARK, ModuleState, State, differing_modules, relevant_settings
+from .module_state import HOOKS_MARK, SCRIPT_MARK, ModuleState, State, differing_modules, relevant_settings
 from .settings import ABSENT, differing, is_plain
 
 __all__ = [
@@ -206,6 +206,12 @@ def generators_failure() -> GuardFailure:
     )
 
 
+_MARKED = {
+    HOOKS_MARK: "the hooks of submodule {} have changed since the plan, or what they hold",
+    SCRIPT_MARK: "what submodule {}, made by torch.jit, holds has changed since the plan",
+}
+
+
 def state_failure(now: ModuleState, planned: State, names: Names) -> GuardFailure:
     """Describes submodules that are in other modes, or that have other settings of those that count."""
     indices = list(differing_modules(now.state, planned, names))
@@ -224,12 +230,9 @@ def state_failure(now: ModuleState, planned: State, names: Names) -> GuardFailur
             "call irc.optimize with the modules in the modes that you train in",
         )
     name, (kind, mine), (planned_kind, its) = pairs[0]
-    if dict(mine).get(HOOKS_MARK) != dict(its).get(HOOKS_MARK):
-        return GuardFailure(
-            "IRC507",
-            f"the hooks of submodule {name!r} have changed since the plan, or what they hold",
-            "call irc.optimize again",
-        )
+    for mark, what in _MARKED.items():
+        if dict(mine).get(mark) != dict(its).get(mark):
+            return GuardFailure("IRC507", what.format(repr(name)), "call irc.optimize again")
     changed = (f"of class {planned_kind.__name__}", f"of class {kind.__name__}")
     if kind is planned_kind:
         read = names[indices[0]] if names else None

@@ -18,6 +18,7 @@ from ....torch_support.attribute_reads import Names
 from ....torch_support.code_names import CodeNames, CodePath, GlobalTable, places
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
+from ....torch_support.scripted import is_scripted, script_settings
 from .hook_state import HookState, held_by_hooks
 from .settings import ABSENT, Content, Kind, SameTensor, Watch, is_plain, is_same, stand_in
 
@@ -25,6 +26,7 @@ __all__ = [
     "ABSENT",
     "CALL",
     "HOOKS_MARK",
+    "SCRIPT_MARK",
     "Attributes",
     "CodeReads",
     "CodeWatch",
@@ -56,6 +58,8 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The marks that sharding of the whole module leaves in its submodules."""
 _OWN_MARKS = "_irc"
 """The prefix of irc's own marks, which are read from the `__dict__`."""
+SCRIPT_MARK = f"{_OWN_MARKS}_script"
+"""Stands for what a submodule made by torch.jit holds outside of Python."""
 HOOKS_MARK = f"{_OWN_MARKS}_hooks"
 """Stands for the hooks of a submodule among its settings."""
 CALL = "_compiled_call_impl"
@@ -209,6 +213,7 @@ class _Settings:
         whole = module._parameters if _MARKS[0] in self.held else ()
         without = _NO_SETTINGS | ignored if ignored else _NO_SETTINGS
         names = (name for name in self.held if name not in without and name not in whole)
+        self.script = script_settings(module) if is_scripted(module) else None
         self.all = tuple((name, attribute(self.held, name, known)) for name in names)
         self.compared = _Compared(self.held, self.all)
 
@@ -287,11 +292,12 @@ class ModuleState:
         plain = (("training", root.training), *self._of_torch)
         of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
         self._hooks = HookState(self.submodules)
-        self.state: State = (of_root, *((each.kind, self._with_hooks(each)) for each in self._settings))
+        self.state: State = (of_root, *((each.kind, self._marked(each)) for each in self._settings))
 
-    def _with_hooks(self, settings: _Settings) -> Attributes:
-        hooks = self._hooks.of.get(id(settings.module))
-        return settings.all if hooks is None else (*settings.all, (HOOKS_MARK, hooks))
+    def _marked(self, settings: _Settings) -> Attributes:
+        """Returns the settings of a submodule with its hooks, and with what it holds outside of Python."""
+        more = (HOOKS_MARK, self._hooks.of.get(id(settings.module))), (SCRIPT_MARK, settings.script)
+        return (*settings.all, *(each for each in more if each[1] is not None))
 
     def changed_part(self) -> str | None:
         """Returns the name of a module that has other submodules now, or more or fewer parameters or buffers.
@@ -318,6 +324,8 @@ class ModuleState:
             return False
         for each in self._settings:
             if len(each.held) != each.count or type(each.module) is not each.kind:
+                return False
+            if each.script is not None and script_settings(each.module) != each.script:
                 return False
             if not each.compared.are_same(each.held) and not each.is_equal():
                 return False

@@ -1,0 +1,129 @@
+"""Parts that torch.jit has made: traced as they are written, compared in each call, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.torch_cases import assert_same
+from torch import Tensor, nn
+
+import irc
+from irc.compiler.compare import difference, largest
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+class Scaled(nn.Module):
+    """Holds a number, and looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale if self.scale > 1 else x.relu()
+
+
+class Counted(Scaled):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def _norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+
+
+def scripted(part: nn.Module) -> Any:
+    return torch.jit.script(part)
+
+
+def traced(part: nn.Module) -> Any:
+    return torch.jit.trace(part, torch.randn(3, 4), check_trace=False)
+
+
+def model(part: Callable[[], nn.Module], make: Callable[[nn.Module], Any] = scripted) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), make(part()), nn.Linear(4, 4))
+
+
+def planned(module: nn.Module, x: Tensor) -> Any:
+    return irc.optimize(module, x, "1MiB", costs="analytic", time_limit=1)
+
+
+def step(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    module.zero_grad()
+    x.grad = None
+    y = module(x)
+    y.square().sum().backward()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients, **dict(module.named_buffers())}
+
+
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_a_part_of_torch_jit_has_the_bits_of_eager(make: Callable[[nn.Module], Any]) -> None:
+    x, original = torch.randn(3, 4, requires_grad=True), model(_plain, make)
+    ours = planned(model(_plain, make), x)
+    assert ours.irc_plan.roundings == ()
+    for _ in range(4):  # torch.jit changes what it runs after some calls
+        assert_same(step(ours, x), step(original, x))
+    assert torch.equal(ours.eval()(x), original.eval()(x))
+
+
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_other_parts_round_otherwise_which_is_named(make: Callable[[nn.Module], Any]) -> None:
+    x, original = torch.randn(3, 4, requires_grad=True), model(_norms, make)
+    ours = planned(model(_norms, make), x)
+    assert [str(each).partition(",")[0] for each in ours.irc_plan.roundings] == ["numbers of submodule 1"]
+    for _ in range(4):
+        mine, its = step(ours, x), step(original, x)
+        for name, wanted in its.items():
+            value = mine[name]
+            assert wanted is not None and value is not None
+            assert difference(wanted, value) <= 1e-5 * max(largest(wanted), 1.0), name
+
+
+def test_what_a_part_holds_may_change() -> None:
+    x, original = torch.randn(3, 4, requires_grad=True), model(Scaled)
+    ours = planned(model(Scaled), x)
+    for scale, count in ((2.0, 1), (3.0, 2), (0.5, 3), (2.0, 3)):
+        for module in (original, ours):
+            module[1].scale = scale
+        mine, its = step(ours, x), step(original, x)
+        assert mine["y"] is not None and its["y"] is not None and torch.equal(mine["y"], its["y"])
+        assert len(ours.irc_plans) == count
+    ours[1].eval()
+    step(ours, x)
+    assert len(ours.irc_plans) == 4
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "state": (Counted, "prim::SetAttr"),
+    "random": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "aten::dropout"),
+    "recurrent": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GRUCell(4, 4)), "aten::gru_cell"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_trace_sees_is_refused_by_name(kind: str) -> None:
+    part, why = REFUSED[kind]
+    with pytest.raises(irc.UnsupportedError, match=rf"IRC534.*'1' is made by torch.jit.*{why}") as raised:
+        planned(model(part), torch.randn(3, 4))
+    assert raised.value.help == "use the module that it was made of"
+    if kind != "state":  # the cure
+        planned(model(part, lambda module: module), torch.randn(3, 4))

@@ -50,9 +50,11 @@ def is_scripted(module: nn.Module) -> bool:
 
 def untraceable(module: nn.Module) -> str:
     """Returns what of a scripted module cannot be traced; "" if all of it can."""
-    tensors = (name for name in _attributes(module) if isinstance(_held(module).getattr(name), Tensor))
-    if unregistered := next((name for name in tensors if name not in module._buffers), ""):
-        return f"its attribute {unregistered}, a tensor that is no buffer"
+    for part in module.modules():
+        registered = {*dict(part.named_parameters()), *dict(part.named_buffers())}
+        tensors = (name for name in _attributes(part) if isinstance(_held(part).getattr(name), Tensor))
+        if unregistered := next((name for name in tensors if name not in registered), ""):
+            return f"its attribute {unregistered} is a tensor, and no buffer"
     kinds = [node.kind() for node in _nodes(module)]
     found = next((kind for kind in kinds if kind in _BESIDE_OPERATIONS), "")
     return found or next((k for k in kinds if any(name in k for name in (*_KERNELS, *_RANDOM))), "")

@@ -41,6 +41,21 @@ class Counted(Scaled):
         return self.linear(x)
 
 
+class Unregistered(Scaled):
+    """Holds a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.shift
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
 def _plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
@@ -75,10 +90,11 @@ def step(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return {"y": y.detach(), "x": x.grad, **gradients, **dict(module.named_buffers())}
 
 
+@pytest.mark.parametrize("part", [_plain, _linear])
 @pytest.mark.parametrize("make", [scripted, traced])
-def test_a_part_of_torch_jit_has_the_bits_of_eager(make: Callable[[nn.Module], Any]) -> None:
-    x, original = torch.randn(3, 4, requires_grad=True), model(_plain, make)
-    ours = planned(model(_plain, make), x)
+def test_a_part_of_torch_jit_has_the_bits_of_eager(part: Any, make: Any) -> None:
+    x, original = torch.randn(3, 4, requires_grad=True), model(part, make)
+    ours = planned(model(part, make), x)
     assert ours.irc_plan.roundings == ()
     for _ in range(4):  # torch.jit changes what it runs after some calls
         assert_same(step(ours, x), step(original, x))
@@ -114,6 +130,7 @@ def test_what_a_part_holds_may_change() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "state": (Counted, "prim::SetAttr"),
+    "tensor": (lambda: nn.Sequential(Unregistered()), "its attribute shift is a tensor"),
     "random": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "aten::dropout"),
     "recurrent": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GRUCell(4, 4)), "aten::gru_cell"),
 }

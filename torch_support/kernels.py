@@ -22,6 +22,7 @@ from .decompositions import traced
 from .draws import DROPOUT_BACKWARD, DROPOUT_PRODUCT
 from .fusible import is_fusible
 from .operations import function_of
+from .this_thread import replaced_here
 
 __all__ = ["Body", "Compiled", "compile_kernels", "compiled", "forget", "kernel"]
 
@@ -101,27 +102,21 @@ def _compile_at_once(texts: Mapping[Kernel, str]) -> dict[Kernel, UnsupportedErr
     """Compiles some kernels; the compilers that Inductor starts are waited for when all have been started."""
     from torch._inductor.async_compile import AsyncCompile
 
-    wait, thread = AsyncCompile.wait, threading.get_ident()
+    wait = AsyncCompile.wait
     started: list[tuple[Any, Any]] = []
 
     def later(self: Any, scope: Any) -> None:
-        if threading.get_ident() == thread:
-            started.append((self, scope))
-        else:
-            wait(self, scope)
+        started.append((self, scope))
 
     failed: dict[Kernel, UnsupportedError | None] = dict.fromkeys(texts)
     made: dict[Kernel, tuple[Compiled, list[tuple[Any, Any]]]] = {}
-    AsyncCompile.wait = later
-    try:
+    with replaced_here(AsyncCompile, "wait", later):
         for computation, text in texts.items():
             started = []
             try:
                 made[computation] = compiled(_read(text)), started
             except UnsupportedError as error:
                 failed[computation] = error
-    finally:
-        AsyncCompile.wait = wait
     for computation, (run, waited_for) in made.items():
         try:
             for compiler, scope in waited_for:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
+from ...torch_support.this_thread import replaced_here
 from .loss_terms import cast_bytes, kept_bytes, workspace_bytes
 
 __all__ = ["AliveBytes", "following_states"]
@@ -79,4 +79,4 @@ def following_states(followed: AliveBytes) -> contextlib.AbstractContextManager[
         followed.follow(copy)
         return copy
 
-    return patch.object(torch, "get_rng_state", state)
+    return replaced_here(torch, "get_rng_state", state)

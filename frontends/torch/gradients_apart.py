@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import threading
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from ...ir import Location, UnsupportedError
 from ...torch_support.autograd_graph import nodes_behind
+from ...torch_support.this_thread import replaced_here
 from .source_lines import user_line
 
 __all__ = ["Seeing", "noting_seeing_nodes", "reaching_hooks", "refuse_gradients_apart"]
@@ -31,21 +30,16 @@ _OF_MODULE_HOOK = "BackwardHookFunctionBackward"
 def noting_seeing_nodes() -> Generator[Seeing]:
     """Notes nodes for which this thread's forward calls `set_materialize_grads(False)`."""
     seeing: Seeing = {}
-    original, thread = FunctionCtx.set_materialize_grads, threading.get_ident()
+    original = FunctionCtx.set_materialize_grads
 
-    @functools.wraps(original)
     def noting(self: Any, value: bool) -> None:
         original(self, value)
-        if threading.get_ident() == thread:
-            seeing.pop(self, None)
-            if not value:
-                seeing[self] = user_line(inspect.currentframe())
+        seeing.pop(self, None)
+        if not value:
+            seeing[self] = user_line(inspect.currentframe())
 
-    FunctionCtx.set_materialize_grads = noting
-    try:
+    with replaced_here(FunctionCtx, "set_materialize_grads", noting):
         yield seeing
-    finally:
-        FunctionCtx.set_materialize_grads = original
 
 
 def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops import effects
 
+from ...torch_support.this_thread import replaced_here
 from ..quiet import quiet_tracer
 from .node_traits import draws
 
@@ -85,7 +86,7 @@ def unread_draws_stay() -> contextlib.AbstractContextManager[Any]:
 
         return eliminate(graph, stays)
 
-    return patch.object(fx.Graph, "eliminate_dead_code", keeping)
+    return replaced_here(fx.Graph, "eliminate_dead_code", keeping)
 
 
 _CHECK = "aten::_linalg_check_errors"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
+
+from ....torch_support.this_thread import replaced_here
 
 __all__ = ["is_expanded", "tangent_layouts"]
 
@@ -40,7 +41,7 @@ def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> contextlib.Abstra
                 tangents[place] = _in_layout(tangents[place], layout)
         return before(*args, fw_metadata=fw_metadata, **kwargs)
 
-    return patch.object(graph_compile, "aot_dispatch_autograd_graph", relaid)
+    return replaced_here(graph_compile, "aot_dispatch_autograd_graph", relaid)
 
 
 def _in_layout(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:

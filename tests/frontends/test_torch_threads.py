@@ -1,4 +1,4 @@
-"""What is replaced in torch while a model is traced: other threads keep torch's own, and all have it again."""
+"""What is replaced in torch while a model is traced: other threads keep torch's own; it is put back."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ Seeing = dict[Any, str | None]
 
 _DECOMPOSITIONS = {"LinalgSvdBackward0": "svd", "LinalgEighBackward0": "eigh", "LinalgEigBackward0": "eig"}
 """Of all operations in torch's samples, those with a formula of their own for gradients of values alone."""
+_GROUP_NORM = "NativeGroupNormBackward0"
+"""It returns no gradient at all if that of the normalized tensor is missing, and rounds otherwise if that of
+the means or the deviations is there."""
 _OF_MODULE_HOOK = "BackwardHookFunctionBackward"
 """The nodes around a module with backward hooks."""
 
@@ -56,7 +59,7 @@ def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str
         UnsupportedError: IRC353.
     """
     behind = nodes_behind(result.grad_fn for result in results)
-    nodes = {node for node in behind if node in seeing or node.name() in _DECOMPOSITIONS}
+    nodes = {node for node in behind if node in seeing or node.name() in (*_DECOMPOSITIONS, _GROUP_NORM)}
     reached: dict[Any, dict[int, set[int]]] = {node: {} for node in nodes}
     for place, result in enumerate(results if nodes else ()):
         for node, returned in _edges(result):
@@ -64,14 +67,15 @@ def refuse_gradients_apart(seeing: Seeing, results: Sequence[Tensor]) -> set[str
                 reached[node].setdefault(returned, set()).add(place)
     apart = [node for node, places in reached.items() if len(set(map(frozenset, places.values()))) > 1]
     for node in apart:
-        if node in seeing:
+        if node in seeing or node.name() == _GROUP_NORM:
+            line = Location(source=seeing[node]) if node in seeing else None
             raise UnsupportedError(
                 "IRC353",
-                f"the backward of {type(node).__name__.removesuffix('Backward')} sees which gradients are "
-                "missing (set_materialize_grads(False)), and that depends on which results the loss uses",
-                at=Location(source=seeing[node]),
+                f"the backward of {node.name().rpartition('Backward')[0]} sees which gradients are missing, "
+                "and that depends on which results the loss uses",
+                at=line,
                 help="give irc.optimize loss= the function by which the training loop computes its loss from "
-                "the result, or leave out ctx.set_materialize_grads(False)",
+                f"the result{', or leave out ctx.set_materialize_grads(False)' if line else ''}",
             )
     return {_DECOMPOSITIONS[node.name()] for node in apart}
 

@@ -61,6 +61,23 @@ def test_it_is_refused_if_a_loss_may_use_one_alone_and_trains_with_the_loss(forw
     assert_alike(original, fitted, x)
 
 
+def normalized(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.native_group_norm(m.layer(x), None, None, 4, 8, 1, 2, 1e-5)[:2]
+
+
+def test_a_group_norm_of_which_a_loss_may_use_the_means_alone_trains_with_the_loss() -> None:
+    """Eager has no gradient at all for the means alone."""
+    torch.manual_seed(0)
+    original, x = Model(normalized, layer=nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(UnsupportedError, match=r"(?s)IRC353.*NativeGroupNorm sees.*loss="):
+        irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic")
+    fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", loss=own_loss)
+    assert_alike(original, fitted, x)
+    original.zero_grad()
+    original(x)[1].sum().backward()
+    assert all(p.grad is None for p in original.parameters())
+
+
 @pytest.mark.parametrize("forward", [lambda y, z: (y,), lambda y, z: (y + z,), lambda y, z: (y, z.detach())])
 def test_it_trains_if_its_gradients_come_together(forward: Any) -> None:
     original, x = model(forward), torch.randn(4, 8)

@@ -19,7 +19,7 @@ from ..ir import Gradients, Plan, UsageError
 from ..passes.costs.allocations import peak_bytes
 from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
 from ..torch_support.allocated import allocated_bytes, cuda_devices
-from ..torch_support.pytree import flatten
+from ..torch_support.pytree import flatten, tensors_of
 from ..torch_support.without_data import lacks_data
 from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, differing, numbers_of
 from .model_source import training_loss
@@ -238,10 +238,9 @@ def _static_bytes(module: nn.Module, arguments: Any) -> int:
     plan = calls[0][1]
     if isinstance(plan, Plan):
         return plan.static_bytes
-    leaves = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     storages = {
         tensor.untyped_storage().data_ptr(): allocated_bytes(tensor)
-        for tensor in (*module.parameters(), *module.buffers(), *leaves)
+        for tensor in (*module.parameters(), *module.buffers(), *tensors_of(arguments))
     }
     return sum(storages.values())
 

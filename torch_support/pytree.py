@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "flatten_arguments", "is_openable"]
+__all__ = ["flatten", "flatten_arguments", "is_openable", "tensors_of"]
 
 
 class Dataclass:
@@ -91,6 +91,11 @@ def flatten(
         kinds: The tensors that a dataclass is opened for.
     """
     return _flatten(value, is_leaf, kinds, shows_kept=False)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors among the arguments or the results of an operation, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 _LEAVES = frozenset({Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None)})

@@ -12,12 +12,12 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.jit._recursive import ignored_attributes
-from torch.utils import _pytree as pytree
 
 from ...ir import format_bytes
 from ...torch_support.allocated import allocated_bytes
+from ...torch_support.pytree import tensors_of
 from .alive import storage_key
 from .guards.module_state import CALL
 from .planning_locks import is_tracing
@@ -52,7 +52,7 @@ class BesidePlan:
         What the result holds for backward is not looked at: a checkpoint of the user's would run for it.
         """
         self._told.add(name)
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(result)
         if not any(tensor.requires_grad for tensor in tensors):
             return
         storages = {storage_key(tensor): allocated_bytes(tensor) for tensor in tensors}

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
+from ...torch_support.pytree import tensors_of
 from ...torch_support.this_thread import replaced_here
 from .loss_terms import cast_bytes, kept_bytes, workspace_bytes
 
@@ -45,10 +45,10 @@ class AliveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        taken_bytes = cast_bytes(func, operands, made[0]) if made else 0
-        for leaf in made:
+        operands = tensors_of((args, kwargs))
+        results = tensors_of(result)
+        taken_bytes = cast_bytes(func, operands, results[0]) if results else 0
+        for leaf in results:
             if not self.is_known(leaf):
                 self.follow(leaf, kept_bytes(str(func), operands, leaf))
                 taken_bytes += workspace_bytes(str(func), operands, leaf)

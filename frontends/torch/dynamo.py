@@ -22,6 +22,7 @@ from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch.utils import _pytree as pytree
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
+from ...torch_support.pytree import tensors_of
 from .annotation_scopes import Scopes
 from .capture import Captured, capture
 
@@ -129,7 +130,7 @@ def call_arguments() -> list[Tensor]:
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         frame = frame.f_back
     arguments = () if frame is None else (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return tensors_of(arguments)
 
 
 def draws_from_numpy(graph: fx.GraphModule) -> bool:

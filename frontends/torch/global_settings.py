@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device, deterministic
-from torch.utils import _pytree as pytree
 
 from ...ir import Location, UnsupportedError
+from ...torch_support.pytree import tensors_of
 from .source_lines import user_line
 
 __all__ = ["GlobalSettings"]
@@ -143,8 +143,8 @@ class GlobalSettings(TorchFunctionMode):
 
 def _follows_default(args: Any, kwargs: Any, result: Any) -> bool:
     """Whether a result has torch's default dtype because the tensors that it is made of are whole numbers."""
-    operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    operands = tensors_of((args, kwargs))
+    results = tensors_of(result)
     return bool(operands) and any(map(_is_real, results)) and not any(map(_is_real, operands))
 
 

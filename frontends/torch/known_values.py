@@ -21,6 +21,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...torch_support.pytree import tensors_of
+
 __all__ = ["ByLength", "known_values"]
 
 _MOST_ELEMENTS = 1_000_000
@@ -99,7 +101,7 @@ class _KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self.values and func.overloadpacket not in _MAKERS:
             return func(*args, **kwargs)
-        known = self._depends_on_known(func, _tensors((args, kwargs)))
+        known = self._depends_on_known(func, tensors_of((args, kwargs)))
         if self.lengths is not None:
             deferred = self._deferred(func, args, kwargs, known=known)
             if deferred is not None:
@@ -107,11 +109,11 @@ class _KnownValues(TorchDispatchMode):
         if known and not _READS.isdisjoint(func.tags):
             return pytree.tree_map_only(Tensor, self._literal, self._value(func, args, kwargs))
         result = func(*args, **kwargs)
-        made = _tensors(result)
+        made = tensors_of(result)
         if any(map(_is_unknown, made)):
             values = None
         elif known:
-            values = _tensors(self._value(func, args, kwargs))
+            values = tensors_of(self._value(func, args, kwargs))
         else:
             values = _new_values(func, args, kwargs, made)
         if values is None:
@@ -162,7 +164,7 @@ class _KnownValues(TorchDispatchMode):
         if func.overloadpacket is _aten._local_scalar_dense:
             return self.lengths.read(partial(deferred.at, self.lengths))
         result = func(*args, **kwargs)
-        made = _tensors(result)
+        made = tensors_of(result)
         if _READS.isdisjoint(func.tags) and len(made) == 1 and result is made[0]:
             self.values[result] = deferred
         return result
@@ -182,7 +184,7 @@ class _KnownValues(TorchDispatchMode):
         """Drops the values of what an operation writes, or returns a view of, with all of their views."""
         names = [argument.name for argument in func._schema.arguments if argument.alias_info is not None]
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        aliased = _tensors([given[name] for name in names if name in given])
+        aliased = tensors_of([given[name] for name in names if name in given])
         storages = {_storage(self.values[tensor]) for tensor in aliased if tensor in self.values}
         for tensor in [t for t, value in self.values.items() if storages and _storage(value) in storages]:
             del self.values[tensor]
@@ -256,7 +258,3 @@ def _is_unknown(tensor: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

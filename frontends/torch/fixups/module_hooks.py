@@ -11,11 +11,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ....ir import THROUGH_DYNAMO, UnsupportedError
 from ....torch_support.module_hooks import BACKWARD_HOOKS, HookStandIn, hooks_of, name_of_hook
+from ....torch_support.pytree import tensors_of
 from .hook_effects import effects_put_back
 
 __all__ = ["ModuleHook", "module_hooks"]
@@ -92,5 +92,4 @@ def module_hooks(root: nn.Module) -> Generator[None]:
 
 def _seen(args: tuple[Any, ...]) -> list[tuple[int, bool]]:
     """Returns how often the tensors among some arguments were written, and whether they have a gradient."""
-    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-    return [(tensor._version, tensor.requires_grad) for tensor in tensors]
+    return [(tensor._version, tensor.requires_grad) for tensor in tensors_of(args)]

@@ -20,7 +20,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["ASKED", "Laws", "kernel_layouts", "known_laws", "same_layout", "strides_by_law", "tensors_of"]
+from .....torch_support.pytree import tensors_of
+
+__all__ = ["ASKED", "Laws", "kernel_layouts", "known_laws", "same_layout", "strides_by_law"]
 
 Laws = Mapping[str, Sequence[str]]
 """By the name of an operation, the law of each of its results; "" where torch's rule holds."""
@@ -68,11 +70,6 @@ def same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
     """Whether strides are those of a tensor in axes of more than one element: no others matter."""
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() == 0 or all(size == 1 or a == b for size, a, b in pairs)
-
-
-def tensors_of(arguments: Any) -> list[Tensor]:
-    """The tensors among the arguments or the results of an operation, in order."""
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 @functools.cache

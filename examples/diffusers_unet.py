@@ -43,13 +43,13 @@ def batches() -> list[Batch]:
     """Images with noise of random time steps, the time steps, and the noise."""
     generator = torch.Generator().manual_seed(0)
     scheduler: Any = diffusers.DDPMScheduler(num_train_timesteps=1000)
-    found: list[Batch] = []
+    noisy: list[Batch] = []
     for _ in range(STEPS):
         images = torch.rand(ROWS, 3, SIZE, SIZE, generator=generator) * 2 - 1
         noise = torch.randn(images.shape, generator=generator)
         times = torch.randint(0, 1000, (ROWS,), generator=generator)
-        found.append((scheduler.add_noise(images, noise, times), times, noise))
-    return found
+        noisy.append((scheduler.add_noise(images, noise, times), times, noise))
+    return noisy
 
 
 def train(module: nn.Module) -> tuple[list[float], list[int]]:

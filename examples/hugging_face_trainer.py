@@ -153,7 +153,7 @@ def measure_steps(trainer: transformers.Trainer, module: nn.Module) -> list[int]
 
 @dataclass(frozen=True)
 class Trained:
-    """What training ends with: losses, weights, the largest measured peak of a step, and the plan, if any."""
+    """The end of a training: losses, weights, the largest measured peak of a step, and the plan, if any."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -194,20 +194,20 @@ def main(
 ) -> dict[str, bool]:
     """Trains each model as it is and fitted; whether losses and weights are the same bit for bit."""
     transformers.logging.set_verbosity_error()
-    found: dict[str, bool] = {}
+    verdicts: dict[str, bool] = {}
     for name in names:
         expected, fitted = train(name, accumulation), train(name, accumulation, budget, **options)
         plan = fitted.plan
         assert plan is not None and len(expected.losses) == 2
         same = expected.equals(fitted)
-        found[name] = same and fitted.measured_bytes <= plan.peak_bytes
+        verdicts[name] = same and fitted.measured_bytes <= plan.peak_bytes
         saved = plan.peak_bytes / plan.baseline_peak_bytes
         print(
             f"{name}: losses and weights {'the same' if same else 'DIFFERENT'}, {saved:.1%} of the memory, "
             f"{plan.overhead:.1%} more time; budget {plan.budget_bytes:,} B, predicted peak "
             f"{plan.peak_bytes:,} B, own steps {fitted.measured_bytes:,} B"
         )
-    return found
+    return verdicts
 
 
 if __name__ == "__main__":

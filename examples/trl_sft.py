@@ -92,7 +92,7 @@ def trainer_of(module: Any, folder: str) -> Any:
 
 
 def first_batch(trainer: Any) -> dict[str, Any]:
-    """What the trainer hands to the model in its first step; the generator's state is as before."""
+    """The model's arguments in the trainer's first step; the generator's state is as before."""
     with torch.random.fork_rng():
         (batch, *_), _ = trainer.get_batch_samples(
             iter(trainer.get_train_dataloader()), 1, torch.device("cpu")
@@ -101,7 +101,7 @@ def first_batch(trainer: Any) -> dict[str, Any]:
 
 
 def loss(result: Any) -> Tensor:
-    """What the trainer computes from the result, up to the number of tokens."""
+    """The loss that the trainer computes from the result, up to the number of tokens."""
     return -result.log_probs.sum()
 
 
@@ -120,7 +120,7 @@ def measure_steps(trainer: Any, module: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training ends with: losses, the model, and the measured peak of each step."""
+    """The end of a training: losses, the model, and the measured peak of each step."""
 
     losses: list[float]
     model: Any

@@ -118,8 +118,8 @@ def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
         return _zero_of_all(node, zero)
     if (target := node.written_operand) is not None:  # what is not written stays as it was
         plain = replace(node, op=node.plain_op, traits=frozenset())
-        found = _zero(plain, zero)
-        return None if found is None or target not in zero else found | zero[target]
+        outputs = _zero(plain, zero)
+        return None if outputs is None or target not in zero else outputs | zero[target]
     namespace, _, overload = node.op.partition(".")
     name = overload.partition(".")[0]
     if namespace not in ("aten", "irc"):

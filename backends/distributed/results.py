@@ -82,8 +82,8 @@ class Results:
         seed = torch.full_like(live.loss, self.scale)
         outputs = [output for output, _ in wanted]
         with without_autocast():  # as a training loop calls backward() after its autocast
-            found = torch.autograd.grad(live.loss, outputs, seed, allow_unused=True)
-        return [in_layout(gradient, tangent) for gradient, (_, tangent) in zip(found, wanted, strict=True)]
+            gradients = torch.autograd.grad(live.loss, outputs, seed, allow_unused=True)
+        return [in_layout(each, tangent) for each, (_, tangent) in zip(gradients, wanted, strict=True)]
 
     def give_up(self) -> None:
         """Drops the micro-batches whose backward has not run."""

@@ -162,11 +162,11 @@ def check_class(fitted: nn.Module, verb: str, *, may_be_sharded: bool = False) -
     )
 
 
-def _instance(kind: type[Any], held: dict[str, Any], module: nn.Module) -> nn.Module:
+def _instance(kind: type[Any], attributes: dict[str, Any], module: nn.Module) -> nn.Module:
     """Makes an instance of a class with attributes of a module, whose own forward becomes its own."""
     made = object.__new__(kind)  # an fx.GraphModule would make a class of its own
-    made.__dict__.update(held)
+    made.__dict__.update(attributes)
     made.__dict__.pop(CALL, None)  # it calls the other instance
-    if "forward" in held:
-        made.__dict__["forward"] = rebound(held["forward"], module, made)
+    if "forward" in attributes:
+        made.__dict__["forward"] = rebound(attributes["forward"], module, made)
     return made

@@ -224,24 +224,24 @@ class PlanCache:
         with parameters_lock:
             state, key = self._current(root), forward_key(forward)
             call = CallKey(root, args, kwargs, leaves, tree, tensors, state, autocast_state(), key)
-            found = self._hit(call)
-        if callable(found):
+            binding = self._hit(call)
+        if callable(binding):
             if self._request is not None and not call.trains():
                 return None
             with planning:
                 free, answers = self._free_numbers(root, call, forward)
                 with parameters_lock:
                     self._widen(root, call, free.unread, answers)
-                    found = self._hit(call)  # another thread may have planned it by now
-                if callable(found):
-                    failure = found()
+                    binding = self._hit(call)  # another thread may have planned it by now
+                if callable(binding):
+                    failure = binding()
                     if self._request is None or not failure.is_plannable:
                         raise failure.error()
                     _refuse_modes(failure)
                     refuse_subclasses(root, leaves)
                     call = self._with_all_settings(root, call)
-                    found = self._plan(root, call, forward, failure, free, answers)
-        entry, inputs = found
+                    binding = self._plan(root, call, forward, failure, free, answers)
+        entry, inputs = binding
         return entry.compiled_for(inputs), inputs
 
     def warm(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
@@ -253,18 +253,18 @@ class PlanCache:
             UnsupportedError: IRC509 and IRC510 for what stands in the way of releasing gradients.
         """
         with planning:
-            compiled, made = self._compiled(root, args, kwargs, replacement(root))
+            compilation = self._compiled(root, args, kwargs, replacement(root))
             with parameters_lock:
                 now = self._current(root)
-                state = now.state
-                entries = [CacheEntry(replace(each, state=state), root) for each in (*made.others, compiled)]
-                self._adopt(entries[-1], made.optimizers)
+                plans = (*compilation.others, compilation.compiled)
+                entries = [CacheEntry(replace(each, state=now.state), root) for each in plans]
+                self._adopt(entries[-1], compilation.optimizers)
                 for entry in entries:
                     self._add(entry)
-            self.first_plan = made.compiled.plan
-            self._request = made.request if self.limit > 1 else None
+            self.first_plan = compilation.compiled.plan
+            self._request = compilation.request if self.limit > 1 else None
             self._watch(root, now)
-        return made
+        return compilation
 
     # ------------------------------------------------------------------ looking up
 
@@ -301,12 +301,12 @@ class PlanCache:
         """Returns the plan for a call with its inputs, or tells how it differs from the nearest plan."""
         explains: dict[CacheEntry, Explain] = {}
         for place, entry in enumerate(self._entries):
-            found = entry.bind(call)
-            if not callable(found):
+            inputs = entry.bind(call)
+            if not callable(inputs):
                 if place:
                     self._entries = (entry, *(other for other in self._entries if other is not entry))
-                return entry, found
-            explains[entry] = found
+                return entry, inputs
+            explains[entry] = inputs
         if not explains:
             return partial(part_failure, None)
         return explains[min(explains, key=lambda entry: entry.distance(call))]
@@ -340,7 +340,8 @@ class PlanCache:
 
     def _deciding(self, call: CallKey, more: frozenset[int] = frozenset()) -> frozenset[int]:
         """Returns the numbers that are asked for no more in calls that nest alike, and adds to them."""
-        known = next((found for tree, found in self._deciding_numbers if tree == call.tree), frozenset[int]())
+        alike = (numbers for tree, numbers in self._deciding_numbers if tree == call.tree)
+        known = next(alike, frozenset[int]())
         if more:
             others = [pair for pair in self._deciding_numbers if pair[0] != call.tree]
             self._deciding_numbers = [(call.tree, known | more), *others][:_NESTINGS]
@@ -369,7 +370,7 @@ class PlanCache:
         kwargs: dict[str, Any],
         forward: Any,
         varied: VariedCall | None = None,
-    ) -> tuple[CompiledPlan, Compilation]:
+    ) -> Compilation:
         """Compiles a call; its plan shares the constants of the plans beside it, and counts them."""
         assert self._compile is not None
         original = Original(root, forward)
@@ -377,7 +378,7 @@ class PlanCache:
         self._stand_in = original.module
         try:
             with torch.inference_mode(False), watched(root, forward) as readings:
-                made = self._compile(original.module, args, kwargs, self._request, reserved, varied)
+                compilation = self._compile(original.module, args, kwargs, self._request, reserved, varied)
         finally:
             self._stand_in = None
         for each in (root, vars(root)[ORIGINAL]):
@@ -394,7 +395,8 @@ class PlanCache:
                 constants_bytes=reserved.constants_bytes,
             )
 
-        return completed(made.compiled), replace(made, others=tuple(map(completed, made.others)))
+        others = tuple(map(completed, compilation.others))
+        return replace(compilation, compiled=completed(compilation.compiled), others=others)
 
     def _plan(
         self,
@@ -410,7 +412,7 @@ class PlanCache:
         failure = self._advised(failure, call)
         varied = None if answers is None else varied_call(call, free, answers)
         try:
-            compiled, made = self._compiled(root, call.args, call.kwargs, forward, varied)
+            compilation = self._compiled(root, call.args, call.kwargs, forward, varied)
         except BudgetError as error:
             raise BudgetError(
                 "IRC520",
@@ -428,21 +430,21 @@ class PlanCache:
             if cause is not None:
                 raise cause from None
             raise
-        state = call.module_state.state
-        plans = [replace(each, state=state) for each in (compiled, *made.others)]
+        compiled, state = compilation.compiled, call.module_state.state
+        plans = [replace(each, state=state) for each in (compiled, *compilation.others)]
         if compiled.answers == answers:
             self._deciding(call, free.places - free.unread - compiled.free.places)
             plans = [replace(each, free=replace(each.free, unread=free.unread)) for each in plans]
-        if compiled.lengths is None and not made.others:
+        if compiled.lengths is None and not compilation.others:
             plans = [replace(each, reason=failure.message) for each in plans]
         entries = [CacheEntry(each, root) for each in plans]
         with parameters_lock:
             entry, inputs = _entry_for(call, entries)
-            self._adopt(entry, made.optimizers)
+            self._adopt(entry, compilation.optimizers)
             is_next = self._entries[:1] == (self._latest_entry,)
             others = [each for each in reversed(entries) if each is not entry]
             given_up = [plan for each in (*others, entry) for plan in self._add(each)]
-            self._request = made.request
+            self._request = compilation.request
             self._watch(root, call.module_state)
         self._tell(entry, failure, time.perf_counter() - started, given_up)
         self._count(entry, failure, is_next=is_next)
@@ -589,11 +591,11 @@ def _kind(entry: CacheEntry) -> int:
 def _ignored(plans: Sequence[CompiledPlan], root: nn.Module) -> dict[str, frozenset[str]]:
     """Returns the attributes that calls change and no plan looks at, by the paths of their submodules."""
     changed = {(each.module, each.name) for plan in plans for each in plan.signature.assignments}
-    found: dict[str, frozenset[str]] = {}
+    ignored: dict[str, frozenset[str]] = {}
     for index, (path, _) in enumerate(root.named_modules() if changed else ()):
         names = frozenset(name for module, name in changed if module == path)
-        found[path] = names.difference(*(_looked_at(plan, index, path, names) for plan in plans))
-    return found
+        ignored[path] = names.difference(*(_looked_at(plan, index, path, names) for plan in plans))
+    return ignored
 
 
 def _looked_at(plan: CompiledPlan, index: int, path: str, names: frozenset[str]) -> frozenset[str]:

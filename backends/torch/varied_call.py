@@ -45,38 +45,38 @@ def varied_call(call: CallKey, free: FreeNumbers, answers: TraceAnswers) -> Vari
     return VariedCall(args, kwargs, answers, numbers)
 
 
-def varied_numbers(given: Sequence[Any], free: FreeNumbers) -> VariedNumbers | None:
+def varied_numbers(leaves: Sequence[Any], free: FreeNumbers) -> VariedNumbers | None:
     """Varies the numbers among the leaves of a call, so that each expression has a value of its own.
 
     Args:
-        given: The leaves.
+        leaves: The leaves.
         free: The numbers among them that decide nothing.
 
     Returns:
         None if no such numbers are found.
     """
     places = sorted(frozenset[int]().union(*map(leaves_of, free.expressions)))
-    values = numbers_of(free.expressions, given)
+    values = numbers_of(free.expressions, leaves)
     for other in _OTHERS if values else ():
-        leaves = list(given)
+        varied = list(leaves)
         for k, place in enumerate(places):
-            leaves[place] = other(leaves[place], k)
-        others = numbers_of(free.expressions, leaves)
+            varied[place] = other(varied[place], k)
+        others = numbers_of(free.expressions, varied)
         if values is None or others is None:
             continue
         pairs = list(zip(values, others, strict=True))
         if all(type(a) is type(b) and a != b for a, b in pairs) and not _any_twice(pairs):
-            return VariedNumbers(tuple(leaves), free.expressions, free.uses, values, others)
+            return VariedNumbers(tuple(varied), free.expressions, free.uses, values, others)
     return None
 
 
 def numbers_of(expressions: Sequence[Operand], leaves: Sequence[Any]) -> tuple[Any, ...] | None:
     """Returns what expressions are in a call; None if one is no number."""
     try:
-        found = tuple(evaluate(each, leaves) for each in expressions)
+        numbers = tuple(evaluate(each, leaves) for each in expressions)
     except (ArithmeticError, ValueError):
         return None
-    return found if all(type(each) is int or type(each) is float for each in found) else None
+    return numbers if all(type(each) is int or type(each) is float for each in numbers) else None
 
 
 def _any_twice(pairs: Sequence[tuple[Any, Any]]) -> bool:

@@ -106,7 +106,7 @@ class OutsideMeter:
     A step in which a graph is new is recorded, and the one after it. Other steps are not.
 
     Attributes:
-        outside: What was found so far.
+        outside: The largest of the steps so far.
     """
 
     outside: Outside = field(default_factory=Outside)

@@ -378,12 +378,12 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     """Returns an operation, ready to run on tensors for its operands: on made-up ones if none are given."""
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
-    made = given or _operands(node)
+    operands = given or _operands(node)
     if op == FUSED:
         compiled = kernel(Kernel.of(node).text)
-        return lambda: compiled([*made])
+        return lambda: compiled([*operands])
     operation = function_of(op)
-    tensors = dict(zip(node.operands, made, strict=True))
+    tensors = dict(zip(node.operands, operands, strict=True))
     if op == _BAGS_BACKWARD and given is None:  # takes most where no bag is empty
         sizes = node.arguments[4]
         assert isinstance(sizes, Value)

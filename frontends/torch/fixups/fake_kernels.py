@@ -174,13 +174,12 @@ def _index(mode: Any, operation: Any, data: Tensor, indices: list[Tensor | None]
     It broadcasts indices of no axes with the others, where torch's rule leaves them out.
     """
     axes = [axis for axis, index in enumerate(indices) if index is not None]
-    given = [index for index in indices if index is not None]
-    if not given or any(
-        index.dtype in (torch.bool, torch.uint8) for index in given
-    ):  # their number depends on data
+    tensors = [index for index in indices if index is not None]
+    is_mask = [index.dtype in (torch.bool, torch.uint8) for index in tensors]
+    if not tensors or any(is_mask):  # the number of elements depends on the data of masks
         return _torch_index(mode, operation, data, indices)
     with mode:
-        spread = [index.long() for index in torch.broadcast_tensors(*given)]
+        spread = [index.long() for index in torch.broadcast_tensors(*tensors)]
         places = dict(zip(axes, spread, strict=True))
         result: Tensor = _torch_index(mode, operation, data, [places.get(k) for k in range(len(indices))])
         if result.device.type != "cpu":
@@ -191,10 +190,9 @@ def _index(mode: Any, operation: Any, data: Tensor, indices: list[Tensor | None]
         shape = (*[1] * before, *spread[0].shape, *[1] * (len(others) - before))
         operands = [torch.empty_strided(result.shape, steps, dtype=torch.long, device=result.device)]
         operands += [index.reshape(shape).expand(result.shape) for index in spread]
-        wanted = compute_elementwise_output_strides(*operands)
-        return (
-            result if same_layout(result, wanted) else result.new_empty_strided(tuple(result.shape), wanted)
-        )
+        strides = compute_elementwise_output_strides(*operands)
+        is_laid_out = same_layout(result, strides)
+        return result if is_laid_out else result.new_empty_strided(tuple(result.shape), strides)
 
 
 def _attention(operation: Any) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class TensorAttributes:
                         return value
             raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
 
-        with _reading_by(read):
+        with patch.object(Tensor, "__getattr__", read, create=True):  # for attributes that it has not
             yield
         for k, (tensor, names) in enumerate(zip(tensors, before, strict=True)):
             for name in _set_by_code(vars(tensor).keys() - names):
@@ -94,20 +95,6 @@ class TensorAttributes:
             yield (InputRole.PARAMETER, name), tensor
         for name, tensor in self._module.named_buffers(remove_duplicate=False):
             yield (InputRole.BUFFER, name), tensor
-
-
-@contextlib.contextmanager
-def _reading_by(read: Any) -> Generator[None]:
-    """Meanwhile, attributes that a tensor does not have are read by a function."""
-    before = vars(Tensor).get("__getattr__")
-    Tensor.__getattr__ = read  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        if before is None:
-            del Tensor.__getattr__  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            Tensor.__getattr__ = before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _set_by_code(names: Iterable[str]) -> list[str]:

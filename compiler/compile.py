@@ -26,7 +26,7 @@ from ..backends.torch import (
 from ..backends.torch.guards.dynamo_call import TraceAnswers
 from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
 from ..backends.torch.guards.module_state import attribute, code_reads
-from ..frontends.torch import Captured, capture
+from ..frontends.torch import Captured, DataAssignedError, capture, settled
 from ..ir import (
     BudgetError,
     Gradients,
@@ -241,6 +241,11 @@ def captured_call(
     with tracing(), recording_attribute_reads() as readings:
         try:
             captured = traced(loss=request.loss)
+        except DataAssignedError as error:
+            if request.example is not None:  # the first call of the module was long ago
+                raise
+            with settled(module, args, kwargs, error):
+                captured = traced(loss=request.loss)
         except UsageError as error:
             if error.code != "IRC341" or request.example is None:
                 raise

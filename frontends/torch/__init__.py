@@ -18,11 +18,14 @@ from .dynamo import (
 from .forward_bytes import forward_bytes
 from .length_conditions import Axes
 from .loss import Loss
+from .settled import settled
+from .tensor_writes import DataAssignedError
 
 __all__ = [
     "Axes",
     "Captured",
     "CapturedGraph",
+    "DataAssignedError",
     "Loss",
     "call_arguments",
     "capture",
@@ -38,4 +41,5 @@ __all__ = [
     "numbers_among",
     "refuse_assignments",
     "refuse_uncompiled_module",
+    "settled",
 ]

@@ -12,10 +12,14 @@ from torch.overrides import TorchFunctionMode
 from ...ir import THROUGH_DYNAMO, Location, UnsupportedError
 from .source_lines import user_line
 
-__all__ = ["TensorWrites"]
+__all__ = ["DataAssignedError", "TensorWrites"]
 
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _SWITCHES = torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__
+
+
+class DataAssignedError(UnsupportedError):
+    """The forward gives a tensor other data, which a first call alone may do."""
 
 
 class TensorWrites(TorchFunctionMode):
@@ -37,7 +41,7 @@ class TensorWrites(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:
             line = _line()
-            raise UnsupportedError(
+            raise DataAssignedError(
                 "IRC338",
                 "the forward assigns to the data of a tensor, which no trace sees",
                 at=None if line is None else Location(source=line),

@@ -133,6 +133,8 @@ class _Source:
         self.tree = tree
         self.file = file
         self.functions = {f.name: f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        self.bases = {c.name: base.id for c in classes for base in c.bases if isinstance(base, ast.Name)}
         self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         self.texts = {**_texts(ast.parse(Path(errors.__file__).read_text())), **_texts(tree)}
 
@@ -180,8 +182,8 @@ class _Source:
         return [{**known, **dict(zip(names, call.args, strict=False))} for call in callers]
 
     def _kind(self, call: ast.Call) -> str:
-        """The class of an error; where a function of the file makes it, the one that this names."""
-        called = _called(call)
+        """The class of an error, or the base of one of the file's own; else what a function of it makes."""
+        called = self.bases.get(_called(call), _called(call))
         if called in _KINDS:
             return called
         body = self.functions.get(called)

@@ -544,7 +544,9 @@ class StepBudget:
         here, chosen = self._here(subgraph, now)
         latest = time.thread_time() + self.time_limit
         needed = max(minimum_bytes(here, self.budget_bytes, chosen, latest), self._needed(now, None))
-        return self._refusal(subgraph.name, needed, now.alive_bytes)
+        gradients_bytes = tangents_bytes(now.run.variant.graph)
+        is_cause = needed - gradients_bytes <= self.budget_bytes
+        return self._refusal(subgraph.name, needed, now.alive_bytes, gradients_bytes if is_cause else 0)
 
     def _over_between(self) -> BudgetError:
         """The refusal of a budget that what is alive between two steps does not fit into."""
@@ -558,15 +560,20 @@ class StepBudget:
             "step, the next batch and code before the first graph take it",
         )
 
-    def _refusal(self, name: str, needed: int, alive_bytes: int) -> BudgetError:
+    def _refusal(self, name: str, needed: int, alive_bytes: int, gradients_bytes: int = 0) -> BudgetError:
         held = [(f.subgraph.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.pending_runs]
+        held_gradients = (
+            f"; {gradients_bytes} bytes are gradients of its outputs, which it holds until its backward ends"
+            if gradients_bytes
+            else ""
+        )
         waiting = "".join(f"; {name} holds {amount} until its backward" for name, amount in held)
         return BudgetError(
             "IRC540",
             f"the step needs {format_bytes(needed)} ({needed} bytes) at least where {name} runs, over "
             f"the budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes); "
             f"{format_bytes(alive_bytes)} are parameters, buffers, inputs, and other tensors of "
-            f"the model that are alive{waiting}",
+            f"the model that are alive{waiting}{held_gradients}",
             minimum_bytes=needed,
             help=f"raise the budget to {needed} bytes, or lower the batch size; clear gradients before "
             "forward, and keep no outputs of earlier steps",

@@ -478,6 +478,22 @@ def test_parameters_count_before_their_graph_has_run() -> None:
     assert raised.value.minimum_bytes > static_bytes(model, x)
 
 
+def test_a_refusal_for_the_gradients_of_outputs_names_them() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, 1000), nn.Tanh()), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model, 1 << 30, costs="analytic")
+    run(x).sum().backward()
+    least_bytes, texts = backend.peak_bytes, list[str]()
+    for budget in (least_bytes - 1, least_bytes // 3):
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+        run, _ = compiled(model, budget, costs="analytic")
+        model.zero_grad()
+        with pytest.raises(irc.BudgetError, match="IRC540") as raised:
+            run(x)
+        texts.append(str(raised.value))
+    named = [f"{BATCH * 1000 * 4} bytes are gradients of its outputs" in text for text in texts]
+    assert named == [True, False]
+
+
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_names_the_graphs() -> None:
     torch.manual_seed(0)

@@ -239,6 +239,7 @@ def test_a_result_with_a_loss_is_trained_by_it() -> None:
     without_bytes = measured(model, (x, labels), lambda r: r.loss, holds=False)
     baseline_bytes, peak_bytes = plan.baseline_without_unused_bytes, plan.peak_without_unused_bytes
     assert baseline_bytes is not None and peak_bytes is not None
+    assert peak_bytes <= baseline_bytes  # 100% of what either loop takes
     assert 0 <= baseline_bytes - without_bytes <= 16 and baseline_bytes < plan.baseline_peak_bytes
     part = f"{peak_bytes / baseline_bytes:.1%} of {format_bytes(baseline_bytes)}"
     assert f"({peak_bytes:,} bytes, {part}) if those beside the loss" in plan.summary()

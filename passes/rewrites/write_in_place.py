@@ -128,6 +128,8 @@ class _Writer:
         effects = (node for node in graph.nodes if Trait.EFFECT in node.traits)
         self.fixed |= {node.operands[0].storage for node in effects}
         self.fixed |= {value.storage for node in graph.nodes for value in overwritten(node)}
+        self.writers: dict[Storage, str] = {}
+        """The operations that write into the storages that are gone."""
         self.delivered = {output.value for output in graph.outputs if output.value is not None}
         self.makers: dict[Storage, list[Value]] = defaultdict(list)
         """The values that operations make in each storage."""
@@ -355,13 +357,22 @@ class _Writer:
     def _take(self, storage: Storage, writer: str) -> None:
         """Notes that a storage is gone; what reads it runs once if its numbers cannot be made again."""
         self.fixed.add(storage)
+        self.writers[storage] = writer
+        self._pin_readers(storage)
+
+    def _pin_readers(self, storage: Storage) -> None:
+        """Pins what reads a storage that is gone, and then what reads storages of these that are gone."""
         maker = self.nodes[self.producer[self.makers[storage][0]]]
         if maker.region is Region.BACKWARD or maker.is_recomputable:
             return
-        for name in {*self.readers[storage], writer}:
+        for name in {*self.readers[storage], self.writers[storage]}:
             reader = self.nodes[name]
-            if reader.region is Region.FORWARD:
-                self.nodes[name] = replace(reader, traits=reader.traits | {Trait.PINNED})
+            if reader.region is not Region.FORWARD or Trait.PINNED in reader.traits:
+                continue
+            self.nodes[name] = replace(reader, traits=reader.traits | {Trait.PINNED})
+            for value in reader.values:
+                if value.storage in self.writers:
+                    self._pin_readers(value.storage)
 
     # ------------------------------------------------------------------ the graph
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -175,6 +176,29 @@ def test_what_is_overwritten_is_made_again_before_it_is_read() -> None:
     assert sum(node is last for node in solution.order) == 2
     assert len(solution.order) > len(order) + len(problem.backward)
     verify_schedule(solution.schedule, program.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
+
+
+class _Drawn(nn.Module):
+    """Numbers that are computed in place from a draw, which is then overwritten itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.dropout = nn.FeatureAlphaDropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(self.dropout(self.first(x))))
+
+
+def test_what_is_made_of_a_draw_that_is_gone_is_not_made_again() -> None:
+    torch.manual_seed(0)
+    original, x = _Drawn(), torch.randn(2, 6, 8)
+    fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=1)
+    for module in (original, fitted):
+        torch.manual_seed(1)
+        module(x).square().mean().backward()
+    gradients = [[parameter.grad for parameter in module.parameters()] for module in (original, fitted)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
 
 
 def test_a_graph_that_reads_what_is_gone_or_hides_a_write_is_refused() -> None:

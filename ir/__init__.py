@@ -82,7 +82,15 @@ from .pipeline.timing import (
 from .plan import AnnotationEffect, Plan, TierUse
 from .plugins import GROUPS, load_plugin, plugins
 from .printable import printable
-from .reordered import Reordered, Rounding, computed_from, gradients_through, reordered, tensor_name
+from .reordered import (
+    Reordered,
+    Rounding,
+    computed_from,
+    gradients_through,
+    reordered,
+    tensor_name,
+    tensor_names,
+)
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Assignment, Autocast, Branch, Delivery, Origin, Sharing, Signature, Slot
 from .text import (
@@ -246,6 +254,7 @@ __all__ = [
     "steps_of",
     "stored_bytes",
     "tensor_name",
+    "tensor_names",
     "values_in",
     "verify_graph",
     "verify_schedule",

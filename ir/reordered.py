@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .graph import Gradients, Graph, InputRole, Node, OutputRole, Region, Trait
-from .types import DType, Storage, Value
+from .graph import Gradients, Graph, Input, InputRole, Node, OutputRole, Region, Trait
+from .types import DType, Storage, TensorType, Value
 
 __all__ = [
     "Reordered",
@@ -18,6 +18,7 @@ __all__ = [
     "reordered",
     "reordered_lines",
     "tensor_name",
+    "tensor_names",
 ]
 
 
@@ -180,7 +181,7 @@ def gradients_through(graph: Graph, values: Iterable[Value]) -> tuple[str, ...]:
         if node.region is Region.FORWARD and not before.isdisjoint(value.storage for value in node.values):
             before.update(value.storage for value in node.operands)
     inputs = (each for each in graph.inputs if each.requires_grad and each.value.storage in before)
-    return tuple(tensor_name(each.role, each.target) for each in inputs)
+    return tuple(map(tensor_name, inputs))
 
 
 def _reached(graph: Graph, is_off: Callable[[Node], bool]) -> dict[str, _Sum | None]:
@@ -192,6 +193,8 @@ def _reached(graph: Graph, is_off: Callable[[Node], bool]) -> dict[str, _Sum | N
     """The storages that may be off: sums of numbers that are not, or (None) computed from such sums."""
     names: dict[str, _Sum | None] = {}
     inputs = {e.value.storage: e for e in reversed(graph.inputs) if e.role is not InputRole.TANGENT}
+    entries = {(entry.role, entry.target): entry for entry in graph.inputs}
+    all_names = tensor_names(graph.inputs)
     outputs = {o.value.storage for o in graph.outputs if o.value and o.role is OutputRole.OUTPUT}
     tangents = [e.value.storage for e in graph.inputs if e.role is InputRole.TANGENT]
     for node in graph.nodes:
@@ -206,16 +209,18 @@ def _reached(graph: Graph, is_off: Callable[[Node], bool]) -> dict[str, _Sum | N
         entry = inputs.get(node.operands[0].storage) if Trait.EFFECT in node.traits else None
         if entry is not None:
             is_added = node.releases is Gradients.ACCUMULATED
-            name = tensor_name(entry.role, entry.target)
-            names[name] = reached[node.operands[1].storage] if is_added else None
+            sum_of_it = reached[node.operands[1].storage] if is_added else None
+            names |= dict.fromkeys(all_names[entry.value], sum_of_it)
             if not is_added:
                 reached[entry.value.storage] = None
     for output in graph.outputs:
         if output.value is None or output.value.storage not in reached:
             continue
-        is_output = output.role is OutputRole.OUTPUT
-        name = f"output {output.target}" if is_output else tensor_name(*output.gradient_of)
-        names[name] = reached[output.value.storage]
+        if output.role is OutputRole.OUTPUT:
+            of = (f"output {output.target}",)
+        else:
+            of = all_names[entries[output.gradient_of].value]
+        names |= dict.fromkeys(of, reached[output.value.storage])
     return names
 
 
@@ -245,9 +250,20 @@ _NAMED = 4
 """The most tensors that a row names."""
 
 
-def tensor_name(role: InputRole, target: str) -> str:
+def tensor_name(entry: Input) -> str:
     """The name of a parameter, a buffer or an input, or of its gradient."""
-    return f"input {target}" if role is InputRole.INPUT else target
+    return f"input {entry.target}" if entry.role is InputRole.INPUT else entry.target
+
+
+def tensor_names(inputs: Sequence[Input]) -> dict[Value, tuple[str, ...]]:
+    """All names of each parameter, buffer or input, or of its gradient: one that is tied has several."""
+    names: dict[tuple[Storage, TensorType], list[str]] = {}
+    by_value = {
+        entry.value: names.setdefault((entry.value.storage, entry.value.type), []) for entry in inputs
+    }
+    for entry in inputs:
+        by_value[entry.value].append(tensor_name(entry))
+    return {value: tuple(same) for value, same in by_value.items()}
 
 
 def _sum_of(node: Node, reached: Mapping[Storage, _Sum | None]) -> _Sum | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ...ir import Rounding, tensor_name
+from ...ir import Rounding, tensor_names
 from .program import Program
 
 __all__ = ["notice_layouts", "notice_other_terms", "notice_terms_after"]
@@ -76,7 +76,7 @@ def notice_terms_after(program: Program, inputs: Sequence[Tensor], before: Colle
                 rounding = Rounding(
                     f"the gradient of parameter {name}: eager adds up what one backward computes for it (of "
                     "another forward, a penalty) before it adds to .grad, and the plan adds at once",
-                    (name,),
+                    tensor_names(program.statics)[program.statics[index].value],
                 )
                 program.noticed_roundings[rounding] = None
 
@@ -101,11 +101,10 @@ def _watch(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> Remo
         handle.remove()
         is_same = backward == torch._C._current_graph_task_id()  # one that failed may have left its hook
         if is_same and total.data_ptr() != data:
-            static = program.statics[index]
             rounding = Rounding(
                 f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
                 "the loop adds to it (another forward, a penalty)",
-                (tensor_name(static.role, static.target),),
+                tensor_names(program.statics)[program.statics[index].value],
             )
             program.noticed_roundings[rounding] = None
 

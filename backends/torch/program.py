@@ -37,7 +37,7 @@ from ...ir import (
     Value,
     output_dependencies,
     overwritten,
-    tensor_name,
+    tensor_names,
 )
 from ...torch_support.autocast import nodes_that_autocast_sees
 from .emit import LengthForms, NumberSlots, emit_source, is_partial, saved_values
@@ -130,8 +130,9 @@ class Program:
         """Names the tensors whose gradients are computed from that of an output."""
         released = [(at.index, at.depends) for at in self.released.values()]
         returned = [(k, self.depends[g]) for k, g in enumerate(self.gradients) if g is not None]
-        indices = [k for k, outputs in (*released, *returned) if output in outputs]
-        return tuple(tensor_name(self.statics[k].role, self.statics[k].target) for k in indices)
+        values = [self.statics[k].value for k, outputs in (*released, *returned) if output in outputs]
+        names = tensor_names(self.statics)
+        return tuple(dict.fromkeys(name for value in values for name in names[value]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

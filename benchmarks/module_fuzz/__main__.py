@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -132,6 +133,8 @@ def _never_differed(rows: Sequence[Outcome]) -> str:
 
 def _general(text: str) -> str:
     """The name of a rounding without what it says of one model: names, numbers, and lines of files."""
+    text = re.sub(r"\(?[^\s(]+:\d+ in [^\s,)]+[,)]*", "", text)
+    text = re.sub(r"\b(parameter|buffer|input|output) [^\s,]+", r"\1", text)
     words = [
         word
         for word in text.split()

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from irc.backends.torch.compiled_plan import CompiledPlan
 from irc.backends.torch.original import FITTED
 from irc.compiler.compare import difference, largest, names_in_plan
-from irc.ir import Plan, Rounding, tensor_name
+from irc.ir import Plan, Rounding, tensor_names
 from irc.torch_support.bits import same_bits
 
 from .loops import StepRecord, keeping_generators, run
@@ -70,7 +70,8 @@ class Declared:
             statics = each.program.statics
             for place, name in names_in_plan(each.signature.deliveries, statics).items():
                 outputs[place] = outputs.get(place, frozenset()) | {name}
-            written |= {tensor_name(statics[k].role, statics[k].target) for k in each.program.written}
+            names = tensor_names(statics)
+            written |= {name for k in each.program.written for name in names[statics[k].value]}
         plans = (each.noticing_plan for each in compiled)
         return Declared(tuple(plan for plan in plans if plan), outputs, frozenset(written))
 

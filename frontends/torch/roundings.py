@@ -17,7 +17,7 @@ from ...ir import (
     Value,
     computed_from,
     gradients_through,
-    tensor_name,
+    tensor_names,
 )
 
 __all__ = ["roundings"]
@@ -63,35 +63,38 @@ def roundings(
             "torch.jit makes of it, with gradients by other formulas, and a plan what is written"
         )
     statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
+    all_names = tensor_names(statics)
+    values = {entry.target: entry.value for entry in statics if entry.role is not InputRole.INPUT}
     outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
-    returned = [delivery for delivery in trained if delivery.origin is Origin.INPUT]
-    for place in sorted({delivery.index for delivery in returned}):
-        entry = statics[place]
-        has_view = any(delivery.index == place and delivery.view is not None for delivery in returned)
-        if entry.requires_grad and _readers(graph, entry.value) > (0 if has_view else 1):
+    for place, deliveries in _by_place(trained, Origin.INPUT).items():
+        entry, views = statics[place], sum(delivery.view is not None for delivery in deliveries)
+        uses = _uses(graph, entry.value)
+        if entry.requires_grad and (uses > 1 or (views and len(deliveries) + uses > 2)):
             yield Rounding(
                 f"the gradient of {entry.role.value} {entry.target}, which the model returns too: eager adds "
                 "its uses to that of the result one by one",
-                (tensor_name(entry.role, entry.target),),
+                all_names[entry.value],
             )
-    for place in sorted({d.index for d in trained if d.origin is Origin.OUTPUT}):
-        yield Rounding(
-            f"gradients through output {outputs[place].target}, of which another output is a view: eager "
-            "adds them to those of its other uses one by one",
-            _through(graph, [outputs[place].value]),
-        )
+    for place, deliveries in _by_place(trained, Origin.OUTPUT).items():
+        value = outputs[place].value
+        if value is None or len(deliveries) + _uses(graph, value) > 1:
+            yield Rounding(
+                f"gradients through output {outputs[place].target}, of which another output is a view: eager "
+                "adds them to those of its other uses one by one",
+                _through(graph, [value]),
+            )
     for name, line in sorted(reentrant.items()):
         yield Rounding(
             f"the gradient of parameter {name}, which a reentrant checkpoint{line} reads beside other code: "
             "eager adds what each checkpoint makes of it to .grad by itself",
-            (name,),
+            all_names[values[name]],
         )
     for line, buffers in sorted(written.items()):
         names = tuple(sorted(set(buffers)))
         yield Rounding(
             f"buffers {', '.join(names)}, which the checkpoint{line} writes: eager writes "
             "again when backward runs the checkpoint again, and a plan does once a step",
-            names,
+            tuple(dict.fromkeys(tied for name in names for tied in all_names[values[name]])),
             is_more=True,
         )
     for name, lines in sorted(recurrent.items()):
@@ -126,5 +129,16 @@ def _from_lines(graph: Graph, lines: Sequence[str]) -> tuple[str, ...] | None:
     return computed_from(graph, nodes) if are_known else None
 
 
-def _readers(graph: Graph, value: Value) -> int:
-    return sum(value in node.operands for node in graph.nodes)
+def _by_place(trained: Iterable[Delivery], origin: Origin) -> dict[int, list[Delivery]]:
+    """The deliveries of an origin, by the place of what they are, or are views of."""
+    places: dict[int, list[Delivery]] = {}
+    for delivery in sorted(trained, key=lambda delivery: delivery.index):
+        if delivery.origin is origin:
+            places.setdefault(delivery.index, []).append(delivery)
+    return places
+
+
+def _uses(graph: Graph, value: Value) -> int:
+    """How often the forward computes from a value, or from a view of it."""
+    computing = (node for node in graph.nodes if node.region is Region.FORWARD and not node.is_view)
+    return sum(operand.storage == value.storage for node in computing for operand in node.operands)

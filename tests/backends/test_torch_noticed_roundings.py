@@ -84,6 +84,15 @@ def test_what_a_backward_adds_to_gradients_that_a_plan_accumulates_is_named(name
     assert len(fitted.plan.roundings) == len(names)
 
 
+def test_all_names_of_a_tied_parameter_are_named() -> None:
+    layer = nn.Linear(8, 8)
+    module, x = nn.Sequential(layer, nn.Sequential(layer, nn.Tanh())), torch.randn(4, 8)
+    fitted: Any = irc.optimize(module, (x,), "100%", costs="analytic")
+    (fitted(x).square().mean() + 1e-2 * _penalty(fitted)).backward()
+    tensors = [rounding.tensors for rounding in fitted.plan.roundings]
+    assert tensors == [("0.weight", "1.0.weight"), ("0.bias", "1.0.bias")]
+
+
 def test_a_gradient_in_a_layout_that_the_loss_did_not_tell_is_named() -> None:
     torch.manual_seed(0)
     module, x, gradient = nn.Linear(8, 8), torch.randn(16, 8), torch.randn(8, 16).t()

@@ -88,7 +88,6 @@ from .reordered import (
     computed_from,
     gradients_through,
     reordered,
-    tensor_name,
     tensor_names,
 )
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
@@ -253,7 +252,6 @@ __all__ = [
     "step_times",
     "steps_of",
     "stored_bytes",
-    "tensor_name",
     "tensor_names",
     "values_in",
     "verify_graph",

@@ -17,7 +17,6 @@ __all__ = [
     "gradients_through",
     "reordered",
     "reordered_lines",
-    "tensor_name",
     "tensor_names",
 ]
 
@@ -181,7 +180,7 @@ def gradients_through(graph: Graph, values: Iterable[Value]) -> tuple[str, ...]:
         if node.region is Region.FORWARD and not before.isdisjoint(value.storage for value in node.values):
             before.update(value.storage for value in node.operands)
     inputs = (each for each in graph.inputs if each.requires_grad and each.value.storage in before)
-    return tuple(map(tensor_name, inputs))
+    return tuple(map(_tensor_name, inputs))
 
 
 def _reached(graph: Graph, is_off: Callable[[Node], bool]) -> dict[str, _Sum | None]:
@@ -250,7 +249,7 @@ _NAMED = 4
 """The most tensors that a row names."""
 
 
-def tensor_name(entry: Input) -> str:
+def _tensor_name(entry: Input) -> str:
     """The name of a parameter, a buffer or an input, or of its gradient."""
     return f"input {entry.target}" if entry.role is InputRole.INPUT else entry.target
 
@@ -262,7 +261,7 @@ def tensor_names(inputs: Sequence[Input]) -> dict[Value, tuple[str, ...]]:
         entry.value: names.setdefault((entry.value.storage, entry.value.type), []) for entry in inputs
     }
     for entry in inputs:
-        by_value[entry.value].append(tensor_name(entry))
+        by_value[entry.value].append(_tensor_name(entry))
     return {value: tuple(same) for value, same in by_value.items()}
 
 

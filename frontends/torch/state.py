@@ -101,7 +101,7 @@ class State:
             finally:
                 forget_traced(caches)
                 self._compare(holders, reads)
-                self._compare_tables(tables)
+                self._compare_tables(tables, reads)
         self.drawn += [name for name, state in _generators().items() if state != generators[name]]
         self.replaced = []
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
@@ -273,8 +273,10 @@ class State:
         else:
             self.flipped.append(path)
 
-    def _compare_tables(self, tables: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-        """Notes modes and submodules that a run changed, and settings of torch's modules; puts them back."""
+    def _compare_tables(
+        self, tables: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]], reads: AttributeReads
+    ) -> None:
+        """Notes modes and submodules that a run changed, and attributes of torch's modules; undoes it."""
         for name, child, held, modules in tables:
             keys = ["training"]
             if _excused(child) is None:
@@ -292,7 +294,16 @@ class State:
                 left = [
                     key for key, value in made.items() if value is not held.get(key) and holds_traced(value)
                 ]
-                self.assigned += (path for key in left if (path := f"{name}.{key}") not in self.assigned)
+                for key in left:
+                    path, value = f"{name}.{key}", now[key]
+                    if reads.is_read(child, key):
+                        self.assigned += [path] * (path not in self.assigned)
+                        continue
+                    self.assignments.append((Assignment(name, key), value))  # as a hook may
+                    if key in held:
+                        now[key] = held[key]
+                    else:
+                        del now[key]
             if list(modules.items()) != list(child._modules.items()):
                 self.flipped.append(f"the submodules of {name or 'the module'}")
                 child._modules.clear()

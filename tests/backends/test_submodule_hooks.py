@@ -181,12 +181,21 @@ def _keeping_gradient(module: nn.Module, gradients: Any, others: Any) -> Any:
     return (gradients[0] * 2,)
 
 
+def _assigning(module: Any, gradients: Any, others: Any) -> Any:
+    module.kept = others[0]
+    return (gradients[0] * 2,)
+
+
 ACTING: dict[str, tuple[Callable[[Any], Any], str]] = {
     "keeps": (_keeping, r"IRC338.*hook of submodule '1' \(forward hooks.*\) changes .*kept\['y'\]"),
     "counts in backward": (_counting, r"IRC338.*\(backward hooks: .*changes Python state: calls"),
     "keeps in backward": (
         lambda m: m[1].register_full_backward_hook(_keeping_gradient),
         r"IRC338.*_seen\['gradient'\]",
+    ),
+    "assigns in backward": (
+        lambda m: m[1].register_full_backward_hook(_assigning),
+        r"IRC338.*an attribute of its module",
     ),
     "acts in backward": (
         lambda m: m[1].register_full_backward_hook(lambda module, g, h: None),
@@ -212,6 +221,43 @@ def test_hooks_that_act_are_refused_by_name_and_changed_nothing(kind: str) -> No
     assert not any(
         isinstance(hook, HookStandIn) for table in HOOKS for hook in vars(module[1])[table].values()
     )
+
+
+class Watching(nn.Module):
+    """Keeps what its layers return, by a method and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_forward_hook(self.keep)
+        self.second.register_forward_hook(_keep_there)
+
+    def keep(self, module: nn.Module, args: Any, result: Tensor) -> None:
+        self.kept = result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def _keep_there(module: Any, args: Any, result: Tensor) -> None:
+    module.kept = [result.detach(), result.shape]
+
+
+def test_what_a_hook_leaves_in_attributes_of_modules_is_there_after_each_step() -> None:
+    torch.manual_seed(0)
+    original: Any = nn.Sequential(Watching(), nn.Linear(4, 4))
+    ours: Any = planned(copy.deepcopy(original), torch.randn(3, 4))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 4)
+        left: list[Any] = []
+        for trained in (original, ours):
+            trained.zero_grad()
+            y = trained(x)
+            (y.square().sum() + trained[0].kept.square().sum()).backward()
+            left.append([*trained[0].second.kept, trained[0].kept.detach(), trained[0].first.weight.grad])
+        assert torch.equal(left[0][0], left[1][0]) and left[0][1] == left[1][1]
+        assert all(map(torch.equal, left[0][2:], left[1][2:]))
 
 
 def _one(module: nn.Module, gradients: Any, others: Any) -> Any:

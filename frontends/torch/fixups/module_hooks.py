@@ -25,8 +25,9 @@ __all__ = ["ModuleHook", "module_hooks"]
 class ModuleHook(HookStandIn):
     """A hook of a submodule while the module is traced.
 
-    What the hook computes is traced as the forward's own code is: it must return a value, or change a tensor
-    that it is given. Another one is there for what it does elsewhere, once, and in no step.
+    What the hook computes is traced as the forward's own code is: it must return a value, change a tensor
+    that it is given, or, in forward, assign attributes of its module or of the module whose method it is.
+    Another one is there for what it does elsewhere, once, and in no step.
 
     Args:
         hook: The hook.
@@ -49,23 +50,28 @@ class ModuleHook(HookStandIn):
         """
         if threading.get_ident() != self.thread:
             return self.hook(module, *args)
-        before = _seen(args)
+        before, owners = _seen(args), [module, *_owner(self.hook)]
+        attributes = [dict(vars(owner)) for owner in owners]
         with effects_put_back(self.hook) as changed:
             result = self.hook(module, *args)
+        is_assigned = any(map(_differ, attributes, map(vars, owners)))  # which the forward may do, too
+        if self.is_backward and is_assigned:
+            changed.append("an attribute of its module")
         if changed:
             raise UnsupportedError(
                 "IRC338",
                 f"the hook of submodule {self.submodule!r} ({self.name}) changes Python state: {changed[0]} "
                 f"({len(changed)} such); a plan would freeze it",
-                help="let the hook return what it computes, and do nothing else; register what counts or "
-                f"keeps on the root module or on a parameter; or {THROUGH_DYNAMO}, which calls hooks",
+                help="let the hook return what it computes; let one of a forward keep tensors in an "
+                f"attribute of its module (module.kept = output); or {THROUGH_DYNAMO}, which calls hooks",
             )
-        if result is None and (self.is_backward or _seen(args) == before):
+        if result is None and (self.is_backward or (_seen(args) == before and not is_assigned)):
             raise UnsupportedError(
                 "IRC505",
                 f"submodule {self.submodule!r} has a hook ({self.name}) that returns nothing: it would run "
                 "while the module is traced, and in no step",
-                help="remove it, let it return what it computes, or register it on the root module or on a "
+                help="remove it, let it return what it computes, let one of a forward keep tensors in an "
+                "attribute of its module (module.kept = output), or register it on the root module or on a "
                 "parameter; if it is there for gradient checkpointing, gradient_checkpointing_disable(): irc "
                 f"chooses what runs again; or {THROUGH_DYNAMO}, which calls hooks",
             )
@@ -93,3 +99,13 @@ def module_hooks(root: nn.Module) -> Generator[None]:
 def _seen(args: tuple[Any, ...]) -> list[tuple[int, bool]]:
     """Returns how often the tensors among some arguments were written, and whether they have a gradient."""
     return [(tensor._version, tensor.requires_grad) for tensor in tensors_of(args)]
+
+
+def _owner(hook: Any) -> list[nn.Module]:
+    """Returns the module of which a hook is a method, if it is one."""
+    owner = getattr(hook, "__self__", None)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _differ(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() != others.keys() or any(value is not others[name] for name, value in some.items())

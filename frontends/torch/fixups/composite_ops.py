@@ -74,16 +74,36 @@ def _scale(rate: float, dtype: torch.dtype) -> tuple[float, bool]:
         return scale.item(), is_full and torch.equal(scale, one.mul(1 / (1 - rate)))
 
 
+def _svdvals(data: Tensor, *, driver: str | None = None) -> Tensor:
+    return torch.ops.aten._linalg_svd(data, False, _needs_vectors(data), driver=driver)[1]
+
+
+def _eigvalsh(data: Tensor, UPLO: str = "L") -> Tensor:
+    return torch.ops.aten._linalg_eigh(data, UPLO, _needs_vectors(data))[0]
+
+
+def _needs_vectors(data: Tensor) -> bool:
+    """Whether eager computes the vectors too: a gradient needs them, and values alone round otherwise.
+
+    Torch takes each tensor that is traced for one that may need a gradient.
+    """
+    return torch.is_grad_enabled() and data.requires_grad
+
+
 def _overloads() -> list[Any]:
     packets = [getattr(torch.ops.aten, name) for name in _NAMES]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
 def composite_operations() -> contextlib.AbstractContextManager[None]:
-    """Lets interpolation and a few others be traced as one operation, and dropout with eager's rounding.
+    """Lets interpolation and a few others be traced as one operation, and others with eager's rounding.
 
     Taken apart into indexing and sums, interpolation would take several times the memory, and round in
     another order.
     """
-    own = dict.fromkeys(_overloads()) | {_DROPOUT: _dropout}
+    own = dict.fromkeys(_overloads()) | {
+        _DROPOUT: _dropout,
+        torch.ops.aten.linalg_svdvals.default: _svdvals,
+        torch.ops.aten.linalg_eigvalsh.default: _eigvalsh,
+    }
     return with_kernels({operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ __all__ = ["CodeNames", "CodePath", "GlobalTable", "Step", "places"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GlobalTable:
-    """The globals of a file. Copies share them, and pickles name the file.
+    """The globals of a file. Copies share them, and pickles name the file, if it can be imported.
 
     Args:
         name: The dotted name of the file as a module.
@@ -28,6 +30,8 @@ class GlobalTable:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if getattr(sys.modules.get(self.name), "__dict__", None) is not self.table:
+            raise pickle.PicklingError(f"no module holds the globals of {self.name}")
         return _table_of, (self.name,)
 
 

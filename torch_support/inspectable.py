@@ -20,8 +20,8 @@ _NEUTRAL = frozenset({"abc", "builtins", "collections.abc", "typing"})
 
 
 def is_of_library(module: str) -> bool:
-    """Whether a module is one of Python, torch, numpy or irc, by its dotted name."""
-    return module.partition(".")[0] in _LIBRARIES
+    """Whether a module is one of Python, torch, numpy or irc, by its dotted name, or a named tuple's."""
+    return module.partition(".")[0] in _LIBRARIES or module.startswith("namedtuple_")
 
 
 def is_installed(module: str) -> bool:

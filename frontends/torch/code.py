@@ -159,7 +159,7 @@ class _Code:
             file = str(table.get("__name__"))
             is_own = self._is_own_file(file)
             there = [each for each in paths if each.name in table and (is_own or is_plain(table[each.name]))]
-            if there:
+            if there and "__name__" in table:  # code that libraries generate, as fx does, has none
                 yield GlobalTable(file, table), tuple(there)
 
     def _is_own_file(self, name: str) -> bool:

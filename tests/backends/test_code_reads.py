@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from support.torch_cases import Model
 from torch import Tensor, nn
 
 import irc
+from irc.torch_support.code_names import GlobalTable
 
 
 class Config:
@@ -237,6 +238,28 @@ def test_copies_and_pickles_compare_it_too(name: str) -> None:
         assert len(twin.irc_plans) == 1
         assert_follows(twin, Named(name, ours.lin))
         assert len(twin.irc_plans) > 1
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = Pair(self.lin(x), x)
+        return pair.first + pair.second
+
+
+def test_pickles_carry_plans_of_code_that_a_module_holds() -> None:
+    ours = irc.optimize(Paired(), (torch.ones(2, 4),), "1MiB", costs="analytic")
+    assert len(pickle.loads(pickle.dumps(ours)).irc_plans) == 1  # the code of named tuples is in none
+    with pytest.raises(pickle.PicklingError, match="no module holds the globals of <run_path>"):
+        pickle.dumps(GlobalTable("<run_path>", {"scale": 1.0}))
 
 
 class Named(nn.Module):

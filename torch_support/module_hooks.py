@@ -23,6 +23,7 @@ __all__ = [
     "HOOKS",
     "WITH_KEYWORDS",
     "HookStandIn",
+    "has_hooks",
     "held_by_function",
     "hooks_of",
     "is_of_distributed",
@@ -49,6 +50,17 @@ class HookStandIn:
     """
 
     hook: Any
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether there are hooks on a module; each step asks for each submodule."""
+    held = module.__dict__
+    return bool(
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+    )
 
 
 def original_of(hook: Any) -> Any:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import UnsupportedError
-from ...torch_support.module_hooks import HOOKS, hooks_of, is_of_distributed, modules_of_hook, name_of_hook
+from ...torch_support.module_hooks import (
+    has_hooks,
+    hooks_of,
+    is_of_distributed,
+    modules_of_hook,
+    name_of_hook,
+)
 from ...torch_support.recorders import is_recorder
 from .program import Program
 from .refuse_wrappers import refuse_wrapped_parts
@@ -59,7 +65,7 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
     _refuse_root_hooks(root)
     refuse_wrapped_parts(root, names, submodules)
     for name, child in zip(names, submodules, strict=True):
-        if any(map(child.__dict__.__getitem__, HOOKS)):
+        if has_hooks(child):
             _refuse_hooks_on(child, name)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ....torch_support.containers import base_of
 from ....torch_support.inspectable import is_inspectable
-from ....torch_support.module_hooks import HOOKS, WITH_KEYWORDS, held_by_function, hooks_of, name_of_hook
+from ....torch_support.module_hooks import WITH_KEYWORDS, has_hooks, held_by_function, hooks_of, name_of_hook
 from ....torch_support.object_graph import attributes_of
 from .settings import stand_in
 
@@ -33,7 +33,7 @@ class HookState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._held = held_by_hooks(modules)
-        found = ((module, _hooks(module)) for module in modules if _has_hooks(module))
+        found = ((module, _hooks(module)) for module in modules if has_hooks(module))
         self.of = {id(module): hooks for module, hooks in found if hooks}
 
     def is_same(self, held: list[object]) -> bool:
@@ -45,14 +45,10 @@ def held_by_hooks(modules: Sequence[nn.Module]) -> list[object]:
     """Lists the hooks of some modules, and what they lead to."""
     found: list[object] = []
     for module in modules:
-        if _has_hooks(module):
+        if has_hooks(module):
             for _, key, hook in hooks_of(module):
                 found += [module, key, *_leaves(hook)]
     return found
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(map(vars(module).__getitem__, HOOKS))
 
 
 def _hooks(module: nn.Module) -> Hooks:

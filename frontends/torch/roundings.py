@@ -139,6 +139,13 @@ def _by_place(trained: Iterable[Delivery], origin: Origin) -> dict[int, list[Del
 
 
 def _uses(graph: Graph, value: Value) -> int:
-    """How often the forward computes from a value, or from a view of it."""
-    computing = (node for node in graph.nodes if node.region is Region.FORWARD and not node.is_view)
-    return sum(operand.storage == value.storage for node in computing for operand in node.operands)
+    """How often the forward computes with gradients from a value, or from a view of it."""
+    uses, views = 0, {value}
+    for node in graph.nodes:
+        if node.region is not Region.FORWARD:
+            continue
+        if not node.is_view:
+            uses += sum(operand in views for operand in node.operands)
+        elif node.op != "aten.detach.default" and node.operands[0] in views:
+            views.update(node.values)
+    return uses

@@ -127,9 +127,9 @@ class _Writer:
         self.fixed |= {value.storage for node in graph.releases for value in node.operands}
         effects = (node for node in graph.nodes if Trait.EFFECT in node.traits)
         self.fixed |= {node.operands[0].storage for node in effects}
-        self.fixed |= {value.storage for node in graph.nodes for value in overwritten(node)}
-        self.writers: dict[Storage, str] = {}
+        self.writers = {value.storage: node.name for node in graph.nodes for value in overwritten(node)}
         """The operations that write into the storages that are gone."""
+        self.fixed |= self.writers.keys()
         self.delivered = {output.value for output in graph.outputs if output.value is not None}
         self.makers: dict[Storage, list[Value]] = defaultdict(list)
         """The values that operations make in each storage."""

@@ -287,7 +287,7 @@ def _check_part(
     }
     unnamed = [name for name, roundings in naming.items() if not roundings]
     if unnamed:
-        unsteady = _unsteady(program, number)
+        unsteady = _unsteady(program, expected, number)
         changed = {name: pairs[name] for name in unnamed if name not in unsteady}
         size = "rounding" if all(is_rounding(*pair) for pair in changed.values()) else "not rounding"
         _refuse(f"undeclared, {size}", expected.where, changed, declared)
@@ -319,11 +319,12 @@ def _refuse(cause: str, where: str, pairs: Mapping[str, tuple[Any, Any]], declar
         raise _Ended(Verdict.DIFFERENT, cause, f"{told}; named {named}" if named else told)
 
 
-def _unsteady(program: Program, number: int) -> set[str]:
-    """The tensors of a part that differ if eager itself runs again."""
+def _unsteady(program: Program, expected: StepRecord, number: int) -> set[str]:
+    """The tensors of a part that differ if eager runs again, as after the first call of scripted code."""
     with keeping_generators():
-        one, other = (_eager(program)[number].numbers for _ in range(2))
-    return {name for name, value in one.items() if ulps_apart(value, other[name]) is not None}
+        again = [_eager(program)[number].numbers for _ in range(2)]
+    pairs = [(name, value, other[name]) for other in again for name, value in expected.numbers.items()]
+    return {name for name, value, other in pairs if ulps_apart(value, other) is not None}
 
 
 def _check_peak(program: Program, fitted: Any) -> None:

@@ -181,3 +181,23 @@ def test_gradients_of_results_come_as_the_loss_lays_them_out(layout: str, name: 
     for (parameter, theirs), ours in zip(module.named_parameters(), fitted.parameters(), strict=True):
         assert theirs.grad is not None and ours.grad is not None, parameter
         assert torch.equal(theirs.grad, ours.grad), parameter
+
+
+class WrittenGRU(nn.Module):
+    """Writes into the output of a GRU, from where a gradient in another layout comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layer, self.last = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        y, _ = self.layer(x)
+        y += x
+        return self.last(y)[0].square().mean()
+
+
+def test_what_is_written_into_the_output_of_a_gru_is_laid_out_as_in_eager() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(WrittenGRU(), torch.randn(2, 6, 8))

@@ -145,7 +145,10 @@ def _gru_layer(*args: Any) -> tuple[Tensor, Tensor]:
             hidden.append(state)
         outputs.append(torch.stack(hidden[::-1] if place else hidden))
         final.append(state)
-    return stack.timed(stack.joined(outputs)), torch.stack(final)
+    output = stack.joined(outputs)
+    if stack.batch_first:
+        output.transpose_(0, 1)  # as eager does: its output is no view, whose writes autograd would copy
+    return output, torch.stack(final)
 
 
 def _gru_cell(gates: Tensor, hidden: Tensor, r: Tensor, bias: Tensor | None = None) -> Tensor:

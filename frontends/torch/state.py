@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import random
 from collections.abc import Callable, Generator, Iterator
@@ -156,7 +157,8 @@ class State:
         python, numpy = random.getstate(), np.random.get_state()
         own = _places(holders, is_torch_generator)
         try:
-            with untouched_iterators(_places(holders, is_iterator)), self.generators.replaced(own):
+            iterators = _places(holders, is_iterator)
+            with _no_callbacks_of_gc(), untouched_iterators(iterators), self.generators.replaced(own):
                 yield
         finally:
             random.setstate(python)
@@ -338,6 +340,17 @@ class State:
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes in which torch keeps what belongs to a module."""
+
+
+@contextlib.contextmanager
+def _no_callbacks_of_gc() -> Generator[None]:
+    """Meanwhile, collecting garbage calls nobody: what a callback counts is no state of the forward."""
+    callbacks = gc.callbacks.copy()
+    gc.callbacks.clear()
+    try:
+        yield
+    finally:
+        gc.callbacks[:0] = callbacks
 
 
 def _generators() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -156,3 +157,27 @@ def test_draws_that_nothing_reads_move_the_generator(x: Tensor) -> None:
     graph = capture(module, (x,)).graph
     assert sum(Trait.RANDOM in node.traits for node in graph.nodes) == 5
     assert_trains_the_same(module, x)
+
+
+COLLECTED = 0
+
+
+def _collected() -> int:
+    return COLLECTED
+
+
+def test_what_a_callback_of_garbage_collection_counts_is_no_state_of_the_forward(x: Tensor) -> None:
+    def count(phase: str, info: Any) -> None:
+        global COLLECTED
+        COLLECTED += 1
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        gc.collect(0)
+        return m.lin(x) if _collected() >= 0 else x
+
+    gc.callbacks.append(count)
+    try:
+        capture(Model(forward, lin=nn.Linear(4, 4)), (x,))
+        assert gc.callbacks[-1] is count
+    finally:
+        gc.callbacks.remove(count)

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace

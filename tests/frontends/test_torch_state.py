@@ -159,17 +159,17 @@ def test_draws_that_nothing_reads_move_the_generator(x: Tensor) -> None:
     assert_trains_the_same(module, x)
 
 
-COLLECTED = 0
+collections = 0
 
 
 def _collected() -> int:
-    return COLLECTED
+    return collections
 
 
 def test_what_a_callback_of_garbage_collection_counts_is_no_state_of_the_forward(x: Tensor) -> None:
     def count(phase: str, info: Any) -> None:
-        global COLLECTED
-        COLLECTED += 1
+        global collections
+        collections += 1
 
     def forward(m: Any, x: Tensor) -> Tensor:
         gc.collect(0)

@@ -89,14 +89,25 @@ class DroppedWeights(nn.Module):
         return self.head(self.layer(x)[0])
 
 
+def test_a_recurrent_layer_whose_weights_are_assigned_trains_with_eagers_bits() -> None:
+    torch.manual_seed(0)
+    original, x = DroppedWeights(), torch.randn(4, 6, 8)
+    fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", loss=_loss, costs="analytic")
+    assert fitted.irc_plan.roundings == ()
+    for step in range(2):
+        for module in (original, fitted):
+            torch.manual_seed(step)
+            module.zero_grad()
+            _loss(module(x)).backward()
+        assert all(map(torch.equal, _gradients(fitted), _gradients(original)))
+        assert torch.equal(fitted.layer.weight_hh_l0, original.layer.weight_hh_l0)
+
+
 @pytest.mark.filterwarnings("ignore")
 @torch._dynamo.config.patch(allow_rnn=True)  # pyright: ignore
 def test_a_recurrent_layer_whose_weights_are_assigned_trains_through_dynamo() -> None:
     torch.manual_seed(0)
     model, x, budget_bytes = DroppedWeights(), torch.randn(4, 6, 8), 1 << 20
-    with pytest.raises(irc.UnsupportedError, match="IRC338") as raised:
-        irc.optimize(model, (x,), "100%", loss=_loss, costs="analytic")
-    assert raised.value.help is not None and "torch._dynamo.config.allow_rnn = True" in raised.value.help
     original = copy.deepcopy(model)
     backend = irc.backend(budget_bytes, outside="measured", costs="analytic")
     compiled: Any = torch.compile(model, backend=backend)

@@ -834,6 +834,7 @@ ODD_VALUES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_values_of_odd_equality_have_a_plan_each() -> None:
     def scaled(m: Any, x: Tensor, value: Any) -> Tensor:
         value = value[-1] if isinstance(value, tuple | list) else value

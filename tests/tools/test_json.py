@@ -100,7 +100,7 @@ def test_the_fields_are_those_of_the_page(folder: Path, irc: Callable[..., tuple
             assert top[name] <= fields, (name, top[name] - fields)
 
 
-WORDS = {"null", "true", "false", "keep", "recompute", "swap", "free"}
+WORDS = {"null", "true", "false", "keep", "recompute", "swap", "free", "followed", "modelled"}
 """Values, which the page writes as it writes names."""
 
 

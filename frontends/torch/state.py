@@ -29,7 +29,7 @@ from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .assignments import unkept_attributes
 from .code import code_names, code_reach
 from .counters import Counter, CounterReadError
-from .fixups.function_caches import caches_of, forget_traced
+from .fixups.function_caches import caches_of, forget_traced, is_traced
 from .generators import Generators, is_torch_generator
 from .iterators import is_iterator, untouched_iterators
 from .object_graph import HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
@@ -92,7 +92,7 @@ class State:
         parameters = [dict(child._parameters) for _, child in modules]
         generators = _generators()
         caches = caches_of(self.module)
-        holders = self._holders()
+        holders = self.holders()
         tables = [(name, child, dict(vars(child)), dict(child._modules)) for name, child in modules]
         self.assignments = []
         with recording_attribute_reads() as reads:
@@ -152,7 +152,7 @@ class State:
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
         tables = [HeldObject.of_container(table) for table in _tables(self.module)]
-        holders = self._holders()
+        holders = self.holders()
         caches = caches_of(self.module)
         python, numpy = random.getstate(), np.random.get_state()
         own = _places(holders, is_torch_generator)
@@ -165,7 +165,7 @@ class State:
             np.random.set_state(numpy)
             forget_traced(caches)
             for parameter, gradient in gradients:
-                if parameter.grad is not gradient:
+                if parameter.grad is not gradient and is_traced(parameter.grad):
                     parameter.grad = gradient
             for child, entries in attributes:
                 vars(child).clear()
@@ -189,7 +189,8 @@ class State:
             if not stays:
                 holder.put_back_item(key)
 
-    def _holders(self) -> list[HeldObject]:
+    def holders(self) -> list[HeldObject]:
+        """Lists the objects to which the module leads, with what they hold now."""
         own = own_reach(self.module, _excused)
         return [*own, *code_reach(self.module, own)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,39 @@ def test_a_module_that_assigns_in_each_call_is_refused_and_as_before() -> None:
     for name, tensor in model.state_dict().items():
         data, elements = before[name]
         assert torch.equal(tensor, elements) and tensor.data_ptr() == data.data_ptr()
+
+
+MORE: dict[str, Callable[[Any], object]] = {
+    "a buffer": lambda m: m.norm.running_mean.fill_(3),
+    "an attribute": lambda m: setattr(m, "factor", 3.0),
+    "an item": lambda m: m.factors.update(first=3.0),
+    "elements": lambda m: m.layer.weight.mul_(3),
+    "another parameter": lambda m: setattr(m.layer, "weight", nn.Parameter(m.layer.weight * 3)),
+    "a hook": lambda m: m.norm.register_forward_hook(lambda module, args, output: output * 3),
+    "a mode": lambda m: m.norm.eval(),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_first_call_that_does_more_than_to_cast_is_refused(name: str) -> None:
+    class More(Casting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.factors = 1.0, {"first": 1.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.layer.bias.dtype != x.dtype:
+                with torch.no_grad():
+                    MORE[name](self)
+            return super().forward(x) * self.factor * self.factors["first"]
+
+    torch.manual_seed(0)
+    model = More()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(irc.UnsupportedError, match="IRC338"):
+        irc.optimize(model, (torch.randn(16, 8, dtype=torch.bfloat16),), "100%", costs="analytic")
+    assert model.factor == model.factors["first"] == 1 and model.training == model.norm.training
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
 
 
 def test_a_first_call_that_fails_leaves_the_refusal() -> None:

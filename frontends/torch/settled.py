@@ -1,4 +1,4 @@
-"""Calls a module once before it is captured, for what only its first call does."""
+"""Calls a module before it is captured, for what only its first call does."""
 
 # Storages are told apart by a number without a public name.
 # pyright: reportPrivateUsage=false
@@ -61,7 +61,7 @@ def settled(
                 parameter.data = data
         raise
     _LOG.warning(
-        "the module was called once, without gradients, before it was planned: its first call gives "
+        "the module was called twice, without gradients, before it was planned: its first call gives "
         "parameters other data, at %s",
         refusal.at,
     )

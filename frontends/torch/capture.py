@@ -62,7 +62,7 @@ from .fixups.meta_kernels import composites_on_meta
 from .fixups.module_hooks import module_hooks
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
-from .fixups.scripted_parts import rounding_parts, scripted_parts
+from .fixups.scripted_parts import scripted_parts
 from .fixups.tangent_layouts import tangent_layouts
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.zero_checks import gradients_by_zeros
@@ -165,8 +165,9 @@ def capture(
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
     packed = PackedParts(module)
-    with packed.as_buffers(), module_hooks(module), scripted_parts(module):
+    with packed.as_buffers(), module_hooks(module), scripted_parts(module) as scripted:
         flat = FlatModule(module, tree, leaves, loss, packed, stepwise=stepwise, time_limit=time_limit)
+        flat.scripted = scripted
         modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
         return _captured(flat, modes, measure, with_eager=with_eager)
 
@@ -289,7 +290,7 @@ def _captured(
         flat.apart,
         reentrant,
         written,
-        scripted=rounding_parts(flat.module),
+        scripted=flat.scripted,
         as_compiled=why_compiled,
     )
     results = [output.value for output in graph.outputs if output.role is OutputRole.OUTPUT]

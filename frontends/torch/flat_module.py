@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,8 @@ class FlatModule(nn.Module):
         self.stepwise = stepwise
         self.layers: dict[str, set[str]] = {}
         self.parts: set[str] = set()
+        self.scripted: Collection[str] = ()
+        """As of `scripted_parts`."""
         self.mode = TRACE_MODES[0]
         self.first_failure: UnsupportedError | None = None
         """The reason for which the module was not traced in the first mode."""

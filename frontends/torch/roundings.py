@@ -46,7 +46,8 @@ def roundings(
         apart: The decompositions of which the loss may use the values alone, such as `svd`.
         reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
         written: The buffers that a checkpoint writes, by its line.
-        scripted: The submodules of torch.jit that eager runs in another way than they are written.
+        scripted: The submodules and functions of torch.jit that eager runs in
+            another way than they are written.
         as_compiled: What stood in the way until the module was told that it is compiled; None if it was not.
     """
     trained = [delivery for delivery in trained if delivery.sharing is Sharing.VIEW]
@@ -59,7 +60,7 @@ def roundings(
         )
     for name in scripted:
         yield Rounding(
-            f"numbers of submodule {name}, made by torch.jit: after its first calls eager runs what "
+            f"numbers of {name}, made by torch.jit: after its first calls eager runs what "
             "torch.jit makes of it, with gradients by other formulas, and a plan what is written"
         )
     statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]

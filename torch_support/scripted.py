@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "ScriptTable",
     "as_written",
     "bound",
+    "is_method_of",
     "is_scripted",
     "rounds_otherwise",
     "script_settings",
@@ -31,7 +33,7 @@ _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "uniform", "
 _AS_EAGER = frozenset({"aten::linear", "aten::relu"})
 """Operations whose gradients have the bits of eager in what torch.jit differentiates by its own formulas."""
 _MAKING = ("prim::ListConstruct", "prim::DictConstruct")
-_PLAIN = (bool, int, float, complex, str, type(None), torch.device)
+_PLAIN = (bool, int, float, complex, str, type(None), torch.device, enum.Enum)
 
 
 class ScriptTable(Mapping[str, Tensor | None]):
@@ -57,6 +59,12 @@ class ScriptTable(Mapping[str, Tensor | None]):
 def is_scripted(module: nn.Module) -> bool:
     """Whether a module is one of torch.jit."""
     return issubclass(type(module), torch.jit.ScriptModule)
+
+
+def is_method_of(method: Any, module: nn.Module) -> bool:
+    """Whether a method of scripted code is one of a module; torch.jit.trace wraps the module that has it."""
+    owner = vars(module).get("_actual_script_module", module)
+    return vars(owner).get(method.name) is method
 
 
 def untraceable(code: Any) -> str:

@@ -245,6 +245,15 @@ def test_a_function_that_does_more_is_refused_by_name(
     planned(_called(function, rows=rows), torch.randn(3, 4))  # the cure
 
 
+def test_a_scripted_module_that_is_no_submodule_is_refused_by_name() -> None:
+    beside, x = scripted(Listed()), torch.randn(3, 4)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC534.*forward of a module that torch.jit has made"):
+        planned(_called(lambda rows, shift: beside(rows) + shift), x)
+    assert beside.calls == [2.0]
+    cure = scripted(Scaled())
+    planned(nn.Sequential(nn.Linear(4, 4), cure), x)
+
+
 def test_a_refused_part_holds_what_it_held() -> None:
     module = model(Listed)
     with pytest.raises(irc.UnsupportedError, match="IRC534"):

@@ -17,6 +17,7 @@ from ....ir import Location, UnsupportedError
 from ....torch_support.scripted import (
     as_written,
     bound,
+    is_method_of,
     is_scripted,
     rounds_otherwise,
     unoptimized,
@@ -57,8 +58,21 @@ def scripted_parts(root: nn.Module) -> Generator[dict[str, None]]:
         with unoptimized():
             return call(as_written(function), *bound(function, args, kwargs))
 
+    scripted = [child for child in root.modules() if is_scripted(child)]
+    call_method: Any = torch._C.ScriptMethod.__call__
+
+    def method_called(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(is_method_of(method, each) for each in scripted):
+            raise UnsupportedError(
+                "IRC534",
+                f"the forward calls {method.name} of a module that torch.jit has made, which is no submodule",
+                help="register it as a submodule, or use the module that it was made of",
+            )
+        return call_method(method, *args, **kwargs)
+
     with (
         replaced_here(torch._C.ScriptFunction, "__call__", called),
+        replaced_here(torch._C.ScriptMethod, "__call__", method_called),
         unoptimized() if parts else contextlib.nullcontext(),
     ):
         yield rounding

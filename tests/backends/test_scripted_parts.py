@@ -230,6 +230,20 @@ def test_a_function_rounds_otherwise_which_is_named() -> None:
             assert difference(wanted, value) <= 1e-5 * max(largest(wanted), 1.0), name
 
 
+def _squared(x: Tensor, shift: float) -> Tensor:
+    return x * x + shift
+
+
+def test_another_function_makes_another_plan() -> None:
+    x, module = torch.randn(3, 4), _called(torch.jit.script(_gated))
+    ours = planned(module, x)
+    ours(x)
+    ours[1].function = torch.jit.script(_squared)
+    for _ in range(2):
+        wanted = ours[2](ours[0](x).square() + 2.0)
+        assert torch.equal(ours(x), wanted) and len(ours.irc_plans) == 2
+
+
 @pytest.mark.parametrize(
     ("function", "rows", "why"),
     [(_printed, False, "prim::Print"), (_appended, True, "aten::append writes into a list")],

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ....torch_support.containers import base_of
@@ -211,6 +212,8 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
         return _function_parts(value)
     if kind is functools.partial:
         return cast("list[tuple[object, object]]", list(partial_items(value).items()))
+    if kind is torch.jit.ScriptFunction:
+        return [("code", str(value.inlined_graph))]
     if kind in WRAPPERS:
         return [(name, getattr(value, name)) for name in WRAPPERS[kind]]
     base = base_of(kind)
@@ -378,10 +381,10 @@ class Watch:
         if not depth or is_plain(value) or self._seen.get(id(value), 0) >= depth:
             return
         parts = _parts(value)
-        if parts is None:
+        kind = cast("type[Any]", type(value))
+        if parts is None or kind is torch.jit.ScriptFunction:  # which never changes
             return
         self._seen[id(value)] = depth
-        kind = cast("type[Any]", type(value))
         base = base_of(kind)
         if base is not None and base.__len__(value) > _LIMITS.items:
             self._others.append((value, stand_in(value, of_code=self._of_code)))

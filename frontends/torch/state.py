@@ -149,7 +149,8 @@ class State:
 
         A function of the model's own that calls `backward()` within its backward leaves traced gradients.
         """
-        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        leaves = [parameter for parameter in self.module.parameters() if parameter.is_leaf]
+        gradients = [(leaf, leaf.grad) for leaf in leaves]
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
         tables = [HeldObject.of_container(table) for table in _tables(self.module)]
         holders = self.holders()
@@ -164,9 +165,9 @@ class State:
             random.setstate(python)
             np.random.set_state(numpy)
             forget_traced(caches)
-            for parameter, gradient in gradients:
-                if parameter.grad is not gradient and is_traced(parameter.grad):
-                    parameter.grad = gradient
+            for leaf, gradient in gradients:
+                if leaf.grad is not gradient and is_traced(leaf.grad):
+                    leaf.grad = gradient
             for child, entries in attributes:
                 vars(child).clear()
                 vars(child).update(entries)

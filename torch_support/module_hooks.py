@@ -82,7 +82,8 @@ def held_by_function(function: Any) -> dict[object, Any] | None:
     kind: type = type(function)  # not isinstance(), which asks the object for its class
     if kind is FunctionType:
         held = {name: cell.cell_contents for name, cell in cells_of(function).items()}
-        return {**held, "": function.__defaults__}
+        more = {"": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
+        return {**held, **more, "__dict__": vars(function)}
     if kind is MethodType:
         return {"function": function.__func__, "owner": function.__self__}
     return {**partial_items(function)} if kind is functools.partial else None
@@ -96,7 +97,8 @@ def name_of_hook(table: str, hook: Any) -> str:
 def modules_of_hook(hook: Any) -> list[str]:
     """The modules that a hook and its base classes come from: users' pruning methods inherit from torch's."""
     own = str(getattr(hook, "__module__", None) or type(hook).__module__)
-    return [own, *(kind.__module__ for kind in type(hook).__mro__)]
+    kinds = (kind for kind in type(hook).__mro__ if kind is not nn.Module)  # any hook may be a module
+    return [own, *(kind.__module__ for kind in kinds)]
 
 
 def is_of_distributed(hook: Any) -> bool:

@@ -12,8 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...torch_support.inspectable import is_inspectable, store_of
+from ...torch_support.containers import base_of
+from ...torch_support.inspectable import is_inspectable
 from ...torch_support.module_hooks import HOOKS, held_by_function, original_of
+from ...torch_support.object_graph import attributes_of
 
 __all__ = ["AttributePath", "find_all_paths", "find_attribute_paths", "held_at"]
 
@@ -22,8 +24,12 @@ AttributePath = tuple[str, tuple[object, ...]]
 
 _DEPTH = 4
 """The number of steps from an attribute up to which something is found."""
+_DEPTH_OF_HOOKS = 10
+"""The same from a table of hooks: beyond what the guards compare (`guards/hook_state.py`)."""
 _KINDS = (Tensor, torch.Generator)
-_OWN = frozenset(vars(nn.Module())).difference(HOOKS)
+_STATE = ("_buffers", "_parameters")
+"""Tensors there are constants if code reads them in backward: they may be replaced as others are."""
+_OWN = frozenset(vars(nn.Module())).difference(HOOKS, _STATE)
 
 
 def find_attribute_paths(
@@ -56,7 +62,7 @@ def find_all_paths(
         if issubclass(type(value), _KINDS):  # not isinstance(), which asks the object for its class
             if id(value) in wanted:
                 found[id(value)] = (*found.get(id(value), ()), (name, steps))
-        elif len(steps) <= _DEPTH and id(value) not in seen:
+        elif len(steps) <= (_DEPTH_OF_HOOKS if steps[0] in HOOKS else _DEPTH) and id(value) not in seen:
             seen.add(id(value))
             pending += [(name, (*steps, key), part) for key, part in _parts(value).items()]
     return found
@@ -78,9 +84,8 @@ def _parts(value: Any) -> Mapping[object, object]:
         return held
     if issubclass(kind, dict):
         return dict.copy(cast("dict[object, object]", value))
-    if issubclass(kind, (list, tuple)):
-        base = list if issubclass(kind, list) else tuple
-        return dict(enumerate(base.__iter__(value)))
+    if issubclass(kind, (list, tuple, deque)):
+        return dict(enumerate(base_of(kind).__iter__(value)))
     if issubclass(kind, nn.Module) or not is_inspectable(kind):
         return {}
-    return cast("Mapping[object, object]", store_of(value))
+    return cast("Mapping[object, object]", attributes_of(value))

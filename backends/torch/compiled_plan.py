@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir import Plan, Signature
+from ...ir import Plan, Signature, UnsupportedError
 from ...ir.lengths import specialize
 from ...ir.scalars import Operand
 from ...torch_support.attribute_reads import Names
@@ -108,11 +108,15 @@ class CompiledPlan:
 
         Args:
             module: The module that was planned.
+
+        Raises:
+            UnsupportedError: IRC338 if backward reads a buffer that the forward writes.
         """
         if self.attribute_paths is not None:
             return self
         constants, generators = self.program.constants, self.program.generators
         found = find_attribute_paths(module, constants.values())
+        self._refuse_written(found.values())
         places = find_all_paths(module, generators.values())
         return replace(
             self,
@@ -120,6 +124,18 @@ class CompiledPlan:
             packed_forms={path: weight.form() for path, weight in packed_weights(module)},
             generator_paths=tuple((k, path) for k, g in generators.items() for path in places.get(id(g), ())),
         )
+
+    def _refuse_written(self, paths: Iterable[AttributePath]) -> None:
+        """Refuses constants that the forward writes as buffers: backward would read them at another time."""
+        written = {self.program.statics[index].target for index in self.program.written}
+        for name, steps in paths:
+            target = f"{name}.{steps[-1]}".lstrip(".")
+            if steps[0] == "_buffers" and target in written:
+                raise UnsupportedError(
+                    "IRC338",
+                    f"a hook or a function reads the buffer {target} in backward, and the forward writes it",
+                    help="let the forward keep a copy of what backward reads, in another buffer",
+                )
 
     def is_for(self, state: State) -> bool:
         """Whether the submodules are in the state that it was planned for, as far as that counts."""

@@ -20,6 +20,7 @@ from ...torch_support.module_hooks import (
     name_of_hook,
 )
 from ...torch_support.recorders import is_recorder
+from .guards.hook_state import HookState
 from .program import Program
 from .refuse_wrappers import refuse_wrapped_parts
 
@@ -52,7 +53,9 @@ def refuse_hooks(root: nn.Module) -> None:
         UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
     """
     named = dict(root.named_modules())
-    refuse_hooks_of(root, tuple(named)[1:], tuple(named.values())[1:])
+    names, submodules = tuple(named)[1:], tuple(named.values())[1:]
+    refuse_hooks_of(root, names, submodules)
+    HookState(root, names, submodules).refuse_uncompared()
 
 
 def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:

@@ -278,6 +278,7 @@ class PlanCache:
         elif not self._module_state.has_same_state(root):
             self._module_state = self._known(ModuleState(root, _ignored(self.compiled_plans, root)))
         refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
+        self._module_state.hooks.refuse_uncompared()
         refuse_cached_parametrizations(root)
         return self._module_state
 

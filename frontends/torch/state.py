@@ -129,8 +129,11 @@ class State:
             holders = own_reach(self.module, _excused)
             yield
             for name, held, entries in hooks:
-                left = [hook for key, hook in held.items() if key not in entries]
-                counted += [name for hook in left if not is_recorder(hook)]
+                changed_keys = (
+                    held.keys() ^ entries.keys()
+                )  # a hook may remove itself, and eager's next step has none
+                hooks_there = (held.get(key, entries.get(key)) for key in changed_keys)
+                counted += [name for hook in hooks_there if not is_recorder(hook)]
             for holder in holders:
                 for key, old, new in changed(holder):
                     if _is_state(holder, old, new) and not _is_learned(holder, old, new):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from support.torch_cases import assert_same
 from torch import Tensor, nn
 
 import irc
+from irc.backends.torch.guards import settings
+from irc.backends.torch.guards.hook_state import HookState
 from irc.torch_support.module_hooks import HOOKS, HookStandIn
 
 torch.set_num_threads(1)
@@ -154,6 +157,265 @@ def test_what_a_hook_closes_over_may_change() -> None:
     assert len(ours.irc_plans) == 2
 
 
+class Adapter(nn.Module):
+    """A hook that is a module, with settings and a buffer."""
+
+    vector: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drop = 2.0, nn.Dropout(0.5)
+        self.register_buffer("vector", torch.linspace(-1, 1, 4))
+
+    def forward(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return self.drop(result) * self.scale + self.vector
+
+
+class Slotted:
+    """Holds a vector in a slot."""
+
+    __slots__ = ("vector",)
+
+    def __init__(self) -> None:
+        self.vector = torch.ones(4)
+
+
+class Strategy:
+    """Multiplies."""
+
+    by = 2.0
+
+    def on(self, y: Tensor) -> Tensor:
+        return y * self.by
+
+
+class Adding(Strategy):
+    """Adds."""
+
+    def on(self, y: Tensor) -> Tensor:
+        return y + self.by
+
+
+def _deep(m: Any) -> Callable[[], None]:
+    held = types.SimpleNamespace(a={"b": {"c": [2.0]}})
+    m[1].register_forward_hook(lambda module, args, y: y * held.a["b"]["c"][0])
+    return lambda: held.a["b"]["c"].__setitem__(0, 3.0)
+
+
+def _deep_tensor(m: Any) -> Callable[[], None]:
+    held = types.SimpleNamespace(a=[{"b": [torch.ones(4)]}])
+    m[1].register_forward_hook(lambda module, args, y: y + held.a[0]["b"][0])
+    return lambda: held.a[0]["b"].__setitem__(0, torch.full((4,), 7.0))
+
+
+def _slot(m: Any) -> Callable[[], None]:
+    held = Slotted()
+    m[1].register_forward_hook(lambda module, args, y: y + held.vector)
+    return lambda: setattr(held, "vector", torch.full((4,), 7.0))
+
+
+def _wrapped_twice(m: Any) -> Callable[[], None]:
+    held = {"scale": 2.0}
+
+    def wrapped(function: Any) -> Any:
+        return functools.wraps(function)(lambda *args: function(*args))
+
+    m[1].register_forward_hook(wrapped(wrapped(lambda module, args, y: y * held["scale"])))
+    return lambda: held.update(scale=3.0)
+
+
+def _of_function(m: Any) -> Callable[[], None]:
+    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * vars(hook)["scale"]
+
+    vars(hook)["scale"] = 2.0
+    m[1].register_forward_hook(hook)
+    return lambda: vars(hook).update(scale=3.0)
+
+
+def _code_of_function(m: Any) -> Callable[[], None]:
+    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * 2
+
+    def replacement(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * 3
+
+    m[1].register_forward_hook(hook)
+    return lambda: setattr(hook, "__code__", replacement.__code__)
+
+
+def _keyword_default(m: Any) -> Callable[[], None]:
+    def hook(module: nn.Module, args: Any, y: Tensor, *, by: float = 2.0) -> Tensor:
+        return y * by
+
+    m[1].register_forward_hook(hook)
+    return lambda: setattr(hook, "__kwdefaults__", {"by": 3.0})
+
+
+def _strategy(m: Any) -> Callable[[], None]:
+    held = types.SimpleNamespace(strategy=Strategy())
+    m[1].register_forward_hook(lambda module, args, y: held.strategy.on(y))
+    return lambda: setattr(held, "strategy", Adding())
+
+
+def _nesting(m: Any) -> Callable[[], None]:
+    held = [[1.0], [2.0, 3.0]]
+    m[1].register_forward_hook(lambda module, args, y: y * held[1][0])
+    return lambda: held.__setitem__(slice(None), [[1.0, 2.0], [3.0]])
+
+
+def _module(change: Callable[[Adapter], None], *, is_hook: bool) -> Callable[[Any], Callable[[], None]]:
+    def register(m: Any) -> Callable[[], None]:
+        adapter = Adapter()
+        m[1].register_forward_hook(adapter if is_hook else lambda *args: adapter(*args))
+        return lambda: change(adapter)
+
+    return register
+
+
+def _other_module(m: Any) -> Callable[[], None]:
+    held = {"by": nn.Dropout(0.5)}
+    m[1].register_forward_hook(lambda module, args, y: held["by"](y))
+    return lambda: held.update(by=nn.Dropout(0.25))
+
+
+def _replace_buffer(adapter: Adapter) -> None:
+    adapter.vector = torch.full((4,), 7.0)
+
+
+def _drop_less(adapter: Adapter) -> None:
+    adapter.drop.p = 0.25
+
+
+def _scale(adapter: Adapter) -> None:
+    adapter.scale = 3.0
+
+
+def _root(m: Any) -> Callable[[], None]:
+    m.scale = 2.0
+    m[1].register_forward_hook(lambda module, args, y: y * m.scale)
+    return lambda: setattr(m, "scale", 3.0)
+
+
+def _buffer_in_backward(m: Any) -> Callable[[], None]:
+    m.register_buffer("q", torch.ones(4))
+    m[2].register_full_backward_hook(lambda module, g, h: (g[0] * m.q,))
+    return lambda: setattr(m, "q", torch.full((4,), 7.0))
+
+
+def _loaded_in_backward(m: Any) -> Callable[[], None]:
+    m.register_buffer("q", torch.ones(4))
+    m[2].register_full_backward_hook(lambda module, g, h: (g[0] * m.q,))
+    loaded = {"q": torch.full((4,), 7.0)}
+    return lambda: m.load_state_dict({**m.state_dict(), **loaded}, assign=True)
+
+
+CHANGING: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "deep": _deep,
+    "deep tensor": _deep_tensor,
+    "slot": _slot,
+    "wrapped twice": _wrapped_twice,
+    "attribute of a function": _of_function,
+    "code of a function": _code_of_function,
+    "keyword default": _keyword_default,
+    "strategy": _strategy,
+    "nesting": _nesting,
+    "setting of a module": _module(_scale, is_hook=True),
+    "buffer of a module": _module(_replace_buffer, is_hook=True),
+    "setting of a module within": _module(_drop_less, is_hook=False),
+    "another module": _other_module,
+    "attribute of the root": _root,
+    "buffer in backward": _buffer_in_backward,
+    "buffer in backward, loaded": _loaded_in_backward,
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_change_of_what_a_hook_holds_is_noticed(kind: str) -> None:
+    x = torch.randn(3, 4)
+    steps: list[list[Any]] = []
+    for is_planned in (False, True):
+        module = model()
+        change = CHANGING[kind](module)
+        ours = planned(module, x) if is_planned else module
+        torch.manual_seed(1)
+        steps.append([step(ours, x), step(ours, x)])
+        if is_planned:
+            assert len(ours.irc_plans) == 1
+        change()
+        steps[-1] += [step(ours, x), step(ours, x)]
+    for mine, its in zip(*steps, strict=True):
+        assert_same(mine, its)
+
+
+@pytest.mark.parametrize(
+    "held", [list(range(1500)), [[[[[[[2.0]]]]]]], {torch.ones(4)}, torch.distributions.Normal(0.0, 1.0)]
+)
+def test_a_hook_that_holds_what_cannot_be_compared_is_refused(held: Any) -> None:
+    module, x, scale = model(), torch.randn(3, 4), [2.0]
+
+    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * scale[0] if held else y
+
+    handle = module[1].register_forward_hook(hook)
+    with pytest.raises(irc.UnsupportedError, match=r"(?s)IRC505.*submodule '1'.*hold only numbers"):
+        planned(module, x)
+    handle.remove()
+    ours = planned(module, x)
+    module[1].register_forward_hook(hook)
+    with pytest.raises(irc.UnsupportedError, match=r"(?s)IRC505.*submodule '1'.*hold only numbers"):
+        step(ours, x)
+
+
+def test_hooks_of_one_controller_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+    parts_of = vars(settings)["_all_parts"]
+
+    def counting(value: Any) -> Any:
+        opened.append(value)
+        return parts_of(value)
+
+    counts: list[int] = []
+    monkeypatch.setattr(settings, "_all_parts", counting)
+    for size in (8, 16):
+        layers = nn.Sequential(*(nn.Identity() for _ in range(size)))
+        steered: Any = Steered()
+        steered.caches = {place: {"a": 1.0} for place in range(size)}
+        for layer in layers:
+            layer.register_forward_hook(steered.method)
+        opened.clear()
+        state = HookState(layers, [str(place) for place in range(size)], list(layers))
+        assert state.is_same()
+        counts.append(len(opened))
+    assert counts[1] < 2.5 * counts[0]
+
+
+def test_a_hook_that_reads_what_the_forward_writes_is_refused_in_backward() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    norm: Any = module[1]
+    handle = module[2].register_full_backward_hook(lambda module, g, h: (g[0] * norm.running_var,))
+    with pytest.raises(irc.UnsupportedError, match=r"IRC338.*buffer 1\.running_var in backward"):
+        planned(module, torch.randn(3, 4))
+    norm.register_buffer("kept", torch.ones(4))
+    handle.remove()
+    module[2].register_full_backward_hook(lambda module, g, h: (g[0] * norm.kept,))
+    original, x = copy.deepcopy(module), torch.randn(3, 4)
+    assert_same(step(planned(module, x), x), step(original, x))
+
+
+def test_a_hook_that_removes_itself_is_refused() -> None:
+    module, handles = model(), list[Any]()
+
+    def once(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        handles[0].remove()
+        return y * 3
+
+    handles.append(module[1].register_forward_hook(once))
+    with pytest.raises(irc.UnsupportedError, match=r"IRC338.*1\._forward_hooks"):
+        planned(module, torch.randn(3, 4))
+    assert len(module[1]._forward_hooks) == 1
+
+
 def _keeping(m: Any) -> None:
     kept: dict[str, Tensor] = {}
 
@@ -274,10 +536,23 @@ class HookedPair(Pair):
         return left, self.right(y)
 
 
-@pytest.mark.parametrize("kind", ["module", "tensor"])
+class TracedPair(Pair):
+    """The same with a hook that adds what the forward computes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        left, added = self.left(y), x.detach().mean(0)
+        left.register_hook(lambda gradient: gradient + added)
+        return left, self.right(y)
+
+
+PAIRS = {"module": Pair, "tensor": HookedPair, "traced": TracedPair}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
 def test_a_hook_that_eager_would_not_call_is_refused_in_backward(kind: str) -> None:
     torch.manual_seed(0)
-    module, x = (Pair if kind == "module" else HookedPair)(), torch.randn(3, 4)
+    module, x = PAIRS[kind](), torch.randn(3, 4)
     if kind == "module":
         module.left.register_full_backward_hook(_one)
     original = copy.deepcopy(module)

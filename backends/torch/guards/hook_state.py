@@ -1,91 +1,161 @@
-"""Tells whether the hooks on submodules are still those that a plan was made with, and hold the same."""
+"""Tells whether the hooks on submodules are still those that a plan was made with, and hold the same.
+
+What they hold is compared as settings are, by stand-ins and a `Watch`. Tensors are looked up in each call
+(`attribute_paths.py`). Modules outside of the tree are compared by their attributes and tensors.
+"""
+
+# torch has no public way to the tables of a module.
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ....torch_support.containers import base_of
-from ....torch_support.inspectable import is_inspectable
-from ....torch_support.module_hooks import WITH_KEYWORDS, has_hooks, held_by_function, hooks_of, name_of_hook
-from ....torch_support.object_graph import attributes_of
-from .settings import stand_in
+from ....ir import UnsupportedError
+from ....torch_support.module_hooks import WITH_KEYWORDS, has_hooks, hooks_of, name_of_hook
+from ....torch_support.recorders import RECORDERS_MARK
+from .settings import Watch, stand_in, unopened
 
-__all__ = ["HookState", "Hooks", "held_by_hooks"]
+__all__ = ["HookState", "Hooks"]
 
 Hooks = tuple[tuple[object, ...], ...]
-"""The hooks of one module: for each its name, how it is called, and what it holds, or the class of it."""
+"""The hooks of one module: for each its name, how it is called, and the stand-in of it and what it holds."""
 
-_MOST_DEPTH = 3
-"""The steps from a hook to what it holds; tensors there are looked up in each call (`attribute_paths.py`)."""
-_MOST_ITEMS = 1000
+_DEPTH = 6
+"""The steps from a hook to the last objects that are opened; `attribute_paths.py` finds tensors beyond."""
+_UNCOMPARED = (Tensor, torch.Generator, RemovableHandle, types.ModuleType)
+"""What hooks may hold beside what is compared: it is looked up in each call, or computes nothing."""
+
+_Entry = tuple[nn.Module, str, int, Any, bool]
 
 
 class HookState:
-    """The hooks of some modules at one time, with what they hold.
+    """The hooks of the submodules of a tree at one time, with what they hold.
 
     Args:
-        modules: The modules.
+        root: The root of the tree.
+        names: The names of its submodules.
+        submodules: The submodules.
+        ignored: The attributes of the root that do not count.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = held_by_hooks(modules)
-        found = ((module, _hooks(module)) for module in modules if has_hooks(module))
-        self.of = {id(module): hooks for module, hooks in found if hooks}
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Sequence[str],
+        submodules: Sequence[nn.Module],
+        ignored: frozenset[str] = frozenset(),
+    ) -> None:
+        self._submodules = submodules
+        self._entries = list(_entries(submodules))
+        self.of: dict[int, Hooks] = {}
+        """The hooks of submodules that have some, by the identity of the submodule."""
+        self._uncompared: tuple[_Entry, object] | None = None
+        self._watches: list[Watch] = []
+        if not self._entries:
+            return
+        self._names = {id(module): name for name, module in zip(names, submodules, strict=True)}
+        hooks = [hook for _, _, _, hook, _ in self._entries]
+        led_to = list(unopened(hooks, _DEPTH))
+        self._note_uncompared(led_to)
+        known: dict[Any, object] = {}
+        for module, table, _, hook, has_keywords in self._entries:
+            name = name_of_hook(table, getattr(hook, "__qualname__", type(hook).__qualname__))
+            held = stand_in(hook, known, _DEPTH, of_code=None)
+            self.of[id(module)] = (*self.of.get(id(module), ()), (name, has_keywords, held))
+        outside = list(_outside(led_to, {id(root), *self._names}))
+        tables = [table for module in outside for table in _tables_of(module, root, ignored)]
+        first = self._entries[0][0]
+        held_outside = tuple(
+            (kind, *((name, stand_in(table.get(name), known, of_code=True)) for name in counted))
+            for kind, table, counted in tables
+        )
+        self.of[id(first)] = (*self.of[id(first)], held_outside)
+        watch = Watch((), of_code=True)
+        for _, table, counted in tables:
+            watch.add_table(table, counted)
+        self._watches = [Watch(hooks, of_code=None, depth=_DEPTH), watch]
 
-    def is_same(self, held: list[object]) -> bool:
-        """Whether these are the very same hooks, which hold the very same."""
-        return len(held) == len(self._held) and all(a is b for a, b in zip(held, self._held, strict=True))
+    def is_same(self) -> bool:
+        """Whether there are the very same hooks now, which hold the very same."""
+        now = list(_entries(self._submodules))
+        return (
+            len(now) == len(self._entries)
+            and all(
+                all(a is b for a, b in zip(*each, strict=True))
+                for each in zip(now, self._entries, strict=True)
+            )
+            and all(watch.holds() for watch in self._watches)
+        )
+
+    def refuse_uncompared(self) -> None:
+        """Refuses hooks that hold what no call could compare with the plan.
+
+        Raises:
+            UnsupportedError: IRC505.
+        """
+        if self._uncompared is None:
+            return
+        (module, table, _, hook, _), held = self._uncompared
+        kind = type(held)
+        raise UnsupportedError(
+            "IRC505",
+            f"submodule {self._names[id(module)]!r} has a hook ({name_of_hook(table, hook)}) that holds an "
+            f"object of {kind.__module__}.{kind.__qualname__}, which is of a library, too large or too deep "
+            "to be compared in each step: the plan would not see it change",
+            help="let the hook hold only numbers, texts, tensors, modules, and lists, dicts and objects "
+            f"of them, of at most 1000 items and {_DEPTH} levels; or register it on the root module",
+        )
+
+    def _note_uncompared(self, led_to: list[object]) -> None:
+        held = next((each for each in led_to if not isinstance(each, (nn.Module, *_UNCOMPARED))), None)
+        if held is not None:
+            one = (
+                entry for entry in self._entries if any(each is held for each in unopened([entry[3]], _DEPTH))
+            )
+            self._uncompared = next(one, self._entries[0]), held
 
 
-def held_by_hooks(modules: Sequence[nn.Module]) -> list[object]:
-    """Lists the hooks of some modules, and what they lead to."""
-    found: list[object] = []
+def _entries(modules: Sequence[nn.Module]) -> Iterator[_Entry]:
     for module in modules:
         if has_hooks(module):
-            for _, key, hook in hooks_of(module):
-                found += [module, key, *_leaves(hook)]
-    return found
+            held = vars(module)
+            for table, key, hook in hooks_of(module):
+                has_keywords = table in WITH_KEYWORDS and key in held[WITH_KEYWORDS[table]]
+                yield module, table, key, hook, has_keywords
 
 
-def _hooks(module: nn.Module) -> Hooks:
+def _outside(led_to: list[object], inside: set[int]) -> Iterator[nn.Module]:
+    """Yields the modules that hooks lead to and that are not in the tree, with their submodules."""
+    seen = set(inside)
+    for value in led_to:
+        for module in value.modules() if isinstance(value, nn.Module) else ():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+
+
+def _tables_of(
+    module: nn.Module, root: nn.Module, ignored: frozenset[str]
+) -> Iterator[tuple[type, dict[str, Any], list[str]]]:
+    """Yields the attributes and the tensors of a module that is not in the tree.
+
+    The module that was fitted shares its tensors with the fitted one, and they are looked up.
+    """
     held = vars(module)
-    return tuple(
-        (
-            name_of_hook(table, getattr(hook, "__qualname__", type(hook).__qualname__)),
-            table in WITH_KEYWORDS and key in held[WITH_KEYWORDS[table]],
-            *(stand_in(leaf, depth=0) for leaf in _leaves(hook)),
-        )
-        for table, key, hook in hooks_of(module)
-    )
+    is_root = held["_parameters"] is vars(root)["_parameters"]
+    without = _OWN | ignored if is_root else _OWN
+    yield type(module), held, [name for name in held if name not in without]
+    if not is_root:
+        yield type(module), held["_parameters"], list(held["_parameters"])
+        yield type(module), held["_buffers"], list(held["_buffers"])
 
 
-def _leaves(hook: Any) -> Iterator[object]:
-    """Yields a hook's functions and what they lead to: numbers, tensors; modules are not opened."""
-    waiting, seen, left = [(hook, 0)], set[int](), _MOST_ITEMS
-    while waiting and left:
-        value, depth = waiting.pop()
-        if issubclass(type(value), nn.Module):
-            value = type(value)
-        parts = _parts(value) if depth < _MOST_DEPTH and id(value) not in seen else None
-        if parts is None or type(value) is types.FunctionType:
-            left -= 1
-            yield value
-        if parts is not None:
-            seen.add(id(value))
-            waiting += [(part, depth + 1) for part in parts]
-
-
-def _parts(value: Any) -> list[object] | None:
-    held = held_by_function(value)
-    if held is not None:
-        return list(held.values())
-    kind = cast("type[Any]", type(value))
-    base = base_of(kind)
-    if base is not None:
-        items = list(base.__iter__(value))
-        return [*items, *base.values(value)] if issubclass(base, dict) else items
-    return list(attributes_of(value).values()) if is_inspectable(kind) else None
+_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", RECORDERS_MARK}
+"""The attributes of every module that are not settings: irc sets one while a plan is there."""

@@ -19,7 +19,7 @@ from ....torch_support.code_names import CodeNames, CodePath, GlobalTable, place
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
 from ....torch_support.scripted import is_scripted, script_settings
-from .hook_state import HookState, held_by_hooks
+from .hook_state import HookState
 from .settings import ABSENT, Content, Kind, SameTensor, Watch, is_plain, is_same, stand_in
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 Attributes = tuple[tuple[str, object], ...]
 """Names with values; a `Content` or a `Kind` stands for a value that is not compared directly."""
 
-StandIns = dict[tuple[int, int, bool], object]
+StandIns = dict[tuple[int, int, bool | None], object]
 """The stand-ins of objects, by identity, depth, and whether only code leads there."""
 
 
@@ -264,6 +264,7 @@ class ModuleState:
             torch and the attributes of the modules' classes.
         submodules: All modules but the root.
         ignored: The attributes that do not count.
+        hooks: The hooks on the submodules.
     """
 
     def __init__(self, root: nn.Module, ignored: Mapping[str, frozenset[str]] | None = None) -> None:
@@ -291,12 +292,12 @@ class ModuleState:
                 of_classes += [(f"{class_name}.{name}", attribute(held, name, known)) for name in names]
         plain = (("training", root.training), *self._of_torch)
         of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
-        self._hooks = HookState(self.submodules)
+        self.hooks = HookState(root, self.names[1:], self.submodules, self.ignored.get("", frozenset()))
         self.state: State = (of_root, *((each.kind, self._marked(each)) for each in self._settings))
 
     def _marked(self, settings: _Settings) -> Attributes:
         """Returns the settings of a submodule with its hooks, and with what it holds outside of Python."""
-        more = (HOOKS_MARK, self._hooks.of.get(id(settings.module))), (SCRIPT_MARK, settings.script)
+        more = (HOOKS_MARK, self.hooks.of.get(id(settings.module))), (SCRIPT_MARK, settings.script)
         return (*settings.all, *(each for each in more if each[1] is not None))
 
     def changed_part(self) -> str | None:
@@ -331,7 +332,7 @@ class ModuleState:
                 return False
             if each.compared.others and not has(each.held, each.compared.others):
                 return False
-        return self._watch.holds() and self._hooks.is_same(held_by_hooks(self.submodules))
+        return self._watch.holds() and self.hooks.is_same()
 
 
 def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]:

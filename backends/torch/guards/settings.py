@@ -13,7 +13,7 @@ import math
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,7 +33,18 @@ from ....torch_support.object_graph import (
     partial_items,
 )
 
-__all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "is_same", "kind_of", "stand_in"]
+__all__ = [
+    "ABSENT",
+    "Content",
+    "Kind",
+    "Watch",
+    "differing",
+    "is_plain",
+    "is_same",
+    "kind_of",
+    "stand_in",
+    "unopened",
+]
 
 _LIMITS = Limits(depth=4, items=1000, array_bytes=1 << 12)
 """The limits of comparisons: settings are looked at in each step, and each difference costs a plan.
@@ -77,13 +88,13 @@ class Content:
 
 
 class SameTensor:
-    """Stands for a tensor that is to stay the same object; for any, after it was pickled.
+    """Stands for a tensor, or a hook's module, that is to stay the same one; for any, after it was pickled.
 
     Args:
-        tensor: The tensor, which is not held.
+        tensor: The tensor or module, which is not held.
     """
 
-    def __init__(self, tensor: Tensor | None) -> None:
+    def __init__(self, tensor: Tensor | nn.Module | None) -> None:
         self._reference = None if tensor is None else weakref.ref(tensor)
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +113,7 @@ class SameTensor:
         return SameTensor, (None,)
 
     def __repr__(self) -> str:
-        return f"a tensor at {id(self._reference and self._reference()):#x}"
+        return f"an object at {id(self._reference and self._reference()):#x}"
 
 
 def is_plain(value: object) -> bool:
@@ -147,10 +158,10 @@ def kind_of(kind: type) -> Kind:
 
 def stand_in(
     value: object,
-    known: dict[tuple[int, int, bool], object] | None = None,
+    known: dict[tuple[int, int, bool | None], object] | None = None,
     depth: int = _LIMITS.depth,
     *,
-    of_code: bool = False,
+    of_code: bool | None = False,
 ) -> object:
     """Returns the stand-in of a value for comparisons.
 
@@ -158,24 +169,60 @@ def stand_in(
         value: A setting.
         known: The stand-ins so far, by identity, depth and `of_code`; each object is inspected once.
         depth: The number of steps that are left.
-        of_code: Whether code leads to it, not a module: its tensors have to stay the same ones.
+        of_code: Whether code leads to it, not a module: its tensors have to stay the same ones. None stands
+            for a hook, whose tensors are looked up, also those that its functions lead to.
     """
     if is_plain(value):
         return math.nan if type(value) is float and value != value else value
-    if of_code and issubclass(type(value), Tensor):
-        return SameTensor(cast("Tensor", value))
+    if _has_to_stay(value, of_code):
+        return SameTensor(cast("Tensor | nn.Module", value))
     if type(value) is types.FunctionType and not depth:
         return FunctionCode(value.__code__)
-    parts = _parts(value) if depth else None
+    parts = _parts(value, of_code) if depth else None
     if parts is None:
         return kind_of(type(value))
     found = {} if known is None else known
-    of_code = of_code or type(value) is types.FunctionType
+    if of_code is False:
+        of_code = type(value) is types.FunctionType
     key = id(value), depth, of_code
     if key not in found:
         items = ((name, stand_in(part, found, depth - 1, of_code=of_code)) for name, part in parts)
         found[key] = Content(kind_of(type(value)).name, tuple(items))
     return found[key]
+
+
+def unopened(values: Iterable[object], depth: int) -> Iterator[object]:
+    """Yields what values lead to and a stand-in does not open: modules, tensors, and what is not compared.
+
+    Args:
+        values: The values.
+        depth: As of `stand_in`.
+    """
+    waiting, seen = [(value, depth) for value in values], dict[int, int]()
+    while waiting:
+        value, left = waiting.pop()
+        if is_plain(value) or seen.get(id(value), -1) >= left:
+            continue
+        seen[id(value)] = left
+        parts = _all_parts(value) if left else None
+        if parts is None or not _is_compared_whole(value):
+            yield value
+            continue
+        owner = value.__self__ if isinstance(value, types.MethodType) else None
+        waiting += [(part, left - 1) for part in (owner, *(part for _, part in parts))]
+
+
+def _is_compared_whole(value: Any) -> bool:
+    """Whether a stand-in holds all parts of a value that it opens."""
+    kind = cast("type[Any]", type(value))
+    base = base_of(kind)
+    if base in (set, frozenset) and not all(map(is_plain, base.__iter__(value))):
+        return False
+    if base is not None and issubclass(base, dict) and not all(map(is_plain, dict.keys(value))):
+        return False
+    if kind in WRAPPERS and kind not in (types.MethodType, functools.partial):
+        return False
+    return base is None or base.__len__(value) <= _LIMITS.items
 
 
 def differing(value: object, other: object) -> str:
@@ -195,11 +242,19 @@ def differing(value: object, other: object) -> str:
     return f"{name}({', '.join(shown)})"
 
 
-def _parts(value: Any) -> list[tuple[object, object]] | None:
-    """Returns the parts of a value by name, key or position, without modules; None if it is not inspected."""
+def _has_to_stay(value: object, of_code: bool | None) -> bool:
+    """Whether a value has to stay the same object: a tensor of code, or a module that a hook holds."""
+    return issubclass(type(value), nn.Module if of_code is None else Tensor) and of_code is not False
+
+
+def _parts(value: Any, of_code: bool | None = False) -> list[tuple[object, object]] | None:
+    """Returns the parts of a value by name, key or position, without modules except those of hooks.
+
+    None if it is not inspected.
+    """
     parts = _all_parts(value)
-    if parts is None:
-        return None
+    if parts is None or of_code is None:
+        return parts
     return [part for part in parts if not issubclass(type(part[1]), nn.Module)]
 
 
@@ -245,7 +300,13 @@ def _function_parts(function: types.FunctionType) -> list[tuple[object, object]]
         *((f"default {place}", value) for place, value in defaults),
         *list((function.__kwdefaults__ or {}).items()),
         *((name, cell.cell_contents) for name, cell in _own_cells(function)),
+        *((f"attribute {name}", value) for name, value in _attributes_of_function(function).items()),
     ]
+
+
+def _attributes_of_function(function: types.FunctionType) -> dict[str, Any]:
+    """The attributes that a function's own file gives it; libraries mark functions of theirs."""
+    return {} if is_installed(str(function.__globals__.get("__name__"))) else vars(function)
 
 
 def _own_cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
@@ -280,10 +341,13 @@ class Watch:
     Args:
         values: The values to watch.
         of_code: As of `stand_in`.
+        depth: As of `stand_in`.
     """
 
-    def __init__(self, values: Iterable[object], *, of_code: bool = False) -> None:
-        self._of_code = of_code
+    def __init__(
+        self, values: Iterable[object], *, of_code: bool | None = False, depth: int = _LIMITS.depth
+    ) -> None:
+        self._of_code, self._depth = of_code, depth
         self._tables: list[tuple[Mapping[Any, Any], int | None, list[Any], list[Any]]] = []
         """Tables that are not dicts, such as those of classes, with their numbers of items if these count."""
         self._dicts: list[dict[Any, Any]] = []
@@ -301,7 +365,7 @@ class Watch:
         """Lists of values that are not inspected, such as tensors, with their classes."""
         self._kinds: list[tuple[Any, Any, type]] = []
         """The container, the key and the class of each value that is not inspected."""
-        self._tensors: list[tuple[Any, Any, weakref.ref[Tensor]]] = []
+        self._tensors: list[tuple[Any, Any, weakref.ref[Tensor | nn.Module]]] = []
         """The container, the key and the tensor of each item that has to stay the same tensor."""
         self._functions: tuple[list[types.FunctionType], list[Any]] = [], []
         """Functions, and the code, the defaults and the defaults by keyword of one after the other."""
@@ -314,7 +378,7 @@ class Watch:
         self._seen: dict[int, int] = {}
         """How far each object was looked into, by its identity."""
         for value in values:
-            self._add(value, _LIMITS.depth)
+            self._add(value, depth)
 
     def add_table(self, table: Mapping[Any, Any], names: Iterable[str]) -> None:
         """Watches some items of a table, and how many items it has."""
@@ -364,7 +428,7 @@ class Watch:
             all([*map(type, list.__iter__(held))] == kinds for held, kinds in self._classes)
             and all(type(_item(held, key)) is kind for held, key, kind in self._kinds)
             and all(_item(held, key) is tensor() for held, key, tensor in self._tensors)
-            and all(stand_in(value, of_code=self._of_code) == wanted for value, wanted in self._others)
+            and all(self._stand_in(value) == wanted for value, wanted in self._others)
         )
 
     def _functions_hold(self) -> bool:
@@ -377,17 +441,20 @@ class Watch:
         except ValueError:  # one holds nothing any more
             return False
 
+    def _stand_in(self, value: object) -> object:
+        return stand_in(value, depth=self._depth, of_code=self._of_code)
+
     def _add(self, value: Any, depth: int) -> None:
         if not depth or is_plain(value) or self._seen.get(id(value), 0) >= depth:
             return
-        parts = _parts(value)
+        parts = _parts(value, self._of_code)
         kind = cast("type[Any]", type(value))
         if parts is None or kind is torch.jit.ScriptFunction:  # which never changes
             return
         self._seen[id(value)] = depth
         base = base_of(kind)
         if base is not None and base.__len__(value) > _LIMITS.items:
-            self._others.append((value, stand_in(value, of_code=self._of_code)))
+            self._others.append((value, self._stand_in(value)))
         elif kind in (list, dict) and self._is_by_value(value):
             for held, each in zip(self._many, (value, value.copy()), strict=True):
                 held.append(each)
@@ -405,7 +472,7 @@ class Watch:
         elif is_inspectable(kind) and not slots_of(kind):
             self._watch(store_of(value), cast("list[tuple[Any, Any]]", parts), depth)
         else:
-            self._others.append((value, stand_in(value, of_code=self._of_code)))
+            self._others.append((value, self._stand_in(value)))
 
     def _is_by_value(self, value: dict[Any, Any] | list[Any]) -> bool:
         if len(self._items) + len(self._entries[1]) + len(value) <= _MOST_EXACT:
@@ -422,17 +489,19 @@ class Watch:
                 self._cells[0].append(cell)
                 self._cells[1].append(cell.cell_contents)
             else:
-                self._watch_other(cell, "", cell.cell_contents, of_code=True)
+                self._watch_other(cell, "", cell.cell_contents, of_code=self._of_code is not None)
             self._add(cell.cell_contents, depth - 1)
         for value in function.__defaults__ or ():
             self._add(value, depth - 1)
         if function.__kwdefaults__:
             self._watch(function.__kwdefaults__, list(function.__kwdefaults__.items()), depth)
+        if attributes := _attributes_of_function(function):
+            self._watch(attributes, list(attributes.items()), depth)
 
-    def _watch_other(self, held: Any, key: Any, value: object, *, of_code: bool) -> None:
+    def _watch_other(self, held: Any, key: Any, value: object, *, of_code: bool | None) -> None:
         """Watches an item that is not held: the class counts, of code's tensors also which one it is."""
-        if of_code and issubclass(type(value), Tensor):
-            self._tensors.append((held, key, weakref.ref(cast("Tensor", value))))
+        if _has_to_stay(value, of_code):
+            self._tensors.append((held, key, weakref.ref(cast("Tensor | nn.Module", value))))
         else:
             self._kinds.append((held, key, type(value)))
 
@@ -461,10 +530,10 @@ class Watch:
             self._lists.append(value)
             self._counts[1].append(len(items))
             self._items += items
-        elif not any(map(_is_held, items)) and not self._of_code:
+        elif not any(map(_is_held, items)) and self._of_code is False:
             self._classes.append((value, [*map(type, items)]))
         else:
-            self._others.append((value, stand_in(value, of_code=self._of_code)))
+            self._others.append((value, self._stand_in(value)))
         for part in items:
             self._add(part, depth - 1)
 

@@ -76,8 +76,8 @@ def keeps_zeros(tensor: Tensor, hook: _Hook) -> bool:
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), effects_put_back(hook):
             zeros = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
             return not bool(hook(zeros).any())
-    except Exception:  # it computes with what is traced
-        return True
+    except Exception:  # it computes with what is traced, whose values are not known
+        return False
 
 
 def _in_this_thread(replacement: _Method, original: _Method, hooked: Hooked) -> _Method:

@@ -298,7 +298,7 @@ def _globals_in(code: types.CodeType) -> frozenset[_Use]:
     return frozenset(
         (str(each.argval), tuple(_steps(instructions[place + 1 :])))
         for place, each in enumerate(instructions)
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and str(each.argval).isidentifier()
     ).union(*inside)
 
 
@@ -351,8 +351,11 @@ def _computes(kind: type, name: str) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The globals and attributes that a function and those inside of it name, in texts also."""
-    names = set(code.co_names)
+    """The globals and attributes that a function and those inside of it name, in texts also.
+
+    Names that nobody can write are those of a tool that has compiled it anew, as pytest does for `assert`.
+    """
+    names = set(filter(str.isidentifier, code.co_names))
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
             names |= _names_in(constant)

@@ -196,6 +196,7 @@ def deep_model() -> tuple[nn.Module, Any]:
     return module, fitted(module, 1, time_limit=0.1, dynamic={"ids": {1: (FIRST, 20)}}, rows=5)
 
 
+@pytest.mark.slow
 @examples(16)
 @given(st.sampled_from([(5, False), (4, False), (5, True)]), st.integers(FIRST, 20), st.booleans())
 def test_calls_of_any_rows_under_any_autocast_have_plans_for_their_lengths(

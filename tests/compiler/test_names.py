@@ -109,6 +109,7 @@ def hold_equal(model: nn.Module, x: Tensor, folder: Path) -> None:
     assert (folder / "page.html").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @given(NAMES)
 @example(sorted({name.replace(".", "") or "_" for name in ODD}))
 @examples(12)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from irc.frontends.torch import capture
+from irc.frontends.torch.code import code_reach
 from irc.ir import Trait, UnsupportedError
 
 torch.set_num_threads(1)
@@ -181,3 +182,11 @@ def test_what_a_callback_of_garbage_collection_counts_is_no_state_of_the_forward
         assert gc.callbacks[-1] is count
     finally:
         gc.callbacks.remove(count)
+
+
+def test_what_pytest_makes_of_an_assertion_leads_nowhere(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        assert x.shape == (3, 4), "as pytest has compiled it, this names pytest's own state"
+        return m.lin(x)
+
+    assert len(code_reach(Model(forward, lin=nn.Linear(4, 4)), [])) < 100

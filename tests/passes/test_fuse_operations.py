@@ -116,6 +116,7 @@ def _step(module: nn.Module, *args: Any) -> tuple[list[Tensor], Tensor]:
 # ---------------------------------------------------------------------- numbers and bytes
 
 
+@pytest.mark.slow
 @examples(9)
 @given(st.lists(st.sampled_from(NAMES), min_size=2, max_size=8), st.sampled_from(["200%", "100%", "75%"]))
 def test_any_layers_have_the_numbers_of_eager_within_what_was_planned(names: list[str], budget: str) -> None:
@@ -139,6 +140,7 @@ def test_any_layers_have_the_numbers_of_eager_within_what_was_planned(names: lis
         assert peak <= fitted.plan.peak_bytes
 
 
+@pytest.mark.slow
 @examples(25)
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8))
 def test_fused_graphs_are_well_formed_and_read_back_from_their_text(names: list[str]) -> None:

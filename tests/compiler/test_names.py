@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st

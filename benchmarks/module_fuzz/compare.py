@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import irc
 from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, first_line
@@ -125,7 +126,9 @@ def examine(program: Program) -> Outcome:
     try:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore")
-            _compare(program, notes, folder)
+            # a checkpoint that stops early reads noise of RReLU that nobody wrote: a fault of torch
+            with set_checkpoint_early_stop(False):
+                _compare(program, notes, folder)
         if notes.off:
             ended = _Ended(Verdict.ROUNDING, "")
     except _Ended as end:

@@ -14,8 +14,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from ...ir import THROUGH_DYNAMO, UnsupportedError
-from ...torch_support.pytree import flatten, flatten_arguments, is_openable
-from .object_graph import reach_of
+from ...torch_support.pytree import flatten, flatten_arguments
+from .object_graph import HeldObject, changed, holds_traced, reach_of
+from .state import state_changes
 
 __all__ = ["flattened", "refuse_hidden_tensors", "refusing_writes"]
 
@@ -81,10 +82,10 @@ def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def refusing_writes(arguments: Any) -> Generator[None]:
-    """Refuses a forward that writes into lists, dicts and dataclasses that it is given.
+    """Refuses a forward that writes into lists, dicts and other objects that it is given.
 
-    A planned step does not run its Python code, and eager's callers see what is written. Dataclasses without
-    tensors, which are the caller's own, hold afterwards what they held.
+    A planned step does not run its Python code, and eager's callers see what is written. Objects that are no
+    trees of torch's, which are the caller's own, hold afterwards what they held, and what they have learned.
 
     Args:
         arguments: The arguments of the forward.
@@ -93,17 +94,22 @@ def refusing_writes(arguments: Any) -> Generator[None]:
         UnsupportedError: IRC556.
     """
     leaves, tree = flatten_arguments(arguments)
-    holders = reach_of(filter(is_openable, leaves))
+    holders = reach_of(leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module)))
+    changes: list[tuple[HeldObject, Any]] = []
     try:
         yield
-        found, now = flatten_arguments(arguments)
+        leaves_now, tree_now = flatten_arguments(arguments)
     finally:
-        for holder in holders:
-            holder.put_back()
-    if now != tree or any(a is not b for a, b in zip(found, leaves, strict=True)):
+        changes += state_changes(holders)
+        changes += [
+            (holder, key) for holder in holders for key, _, new in changed(holder) if holds_traced(new)
+        ]
+        for holder, key in changes:
+            holder.put_back_item(key)
+    if changes or tree_now != tree or any(a is not b for a, b in zip(leaves_now, leaves, strict=True)):
         raise UnsupportedError(
             "IRC556",
-            "the forward writes into its arguments: a list, a dict or a dataclass is another afterwards",
+            "the forward writes into its arguments: a list, a dict or another object is another afterwards",
             help="return what it computes, or let it work on a copy: list(...), dict(...), "
             "dataclasses.replace(...)",
         )

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from .generators import Generators, is_torch_generator
 from .iterators import is_iterator, untouched_iterators
 from .object_graph import HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
 
-__all__ = ["State"]
+__all__ = ["State", "state_changes"]
 
 
 @dataclass
@@ -134,10 +134,7 @@ class State:
                 )  # a hook may remove itself, and eager's next step has none
                 hooks_there = (held.get(key, entries.get(key)) for key in changed_keys)
                 counted += [name for hook in hooks_there if not is_recorder(hook)]
-            for holder in holders:
-                for key, old, new in changed(holder):
-                    if _is_state(holder, old, new) and not _is_learned(holder, old, new):
-                        counted.append(holder.path_of(key))
+            counted += [holder.path_of(key) for holder, key in state_changes(holders)]
         counted += [name for name in self.flipped if name not in counted]
         self._numbers = self._numbers if set(counted) == self._numbers.keys() else {}
         self._refuse(self.assigned, counted)
@@ -411,6 +408,14 @@ def _texts(hook: Any) -> Iterator[str]:
         values = [*getattr(hook, "__dict__", {}).values()]
         values += closed_over(function) if hasattr(function, "__closure__") else []
     return (value for value in values if issubclass(type(value), str))
+
+
+def state_changes(holders: Iterable[HeldObject]) -> Iterator[tuple[HeldObject, Any]]:
+    """Yields the items of objects that are another state, and not what the objects lazily fill in."""
+    for holder in holders:
+        for key, old, new in list(changed(holder)):
+            if _is_state(holder, old, new) and not _is_learned(holder, old, new):
+                yield holder, key
 
 
 def _is_number(old: Any, new: Any) -> bool:

@@ -344,6 +344,34 @@ def test_a_forward_that_assigns_to_its_argument_is_refused() -> None:
     assert raised.value.help is not None and "dataclasses.replace" in raised.value.help
 
 
+class Kept:
+    """An argument that is no tree of torch's."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = [1.0]
+        self.calls, self.last = 0, None
+
+
+KEEPS: list[Callable[[Kept, Tensor], object]] = [
+    lambda kept, y: kept.items.append(2.0),
+    lambda kept, y: setattr(kept, "calls", kept.calls + 1),
+    lambda kept, y: setattr(kept, "last", y),
+]
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_a_forward_that_keeps_something_in_an_object_that_it_is_given_is_refused(keeps: Any) -> None:
+    def forward(m: Any, x: Tensor, kept: Kept) -> Tensor:
+        y = m.lin(x)
+        keeps(kept, y)
+        return y * len(kept.items)
+
+    example = Kept()
+    with pytest.raises(irc.UnsupportedError, match=r"IRC556.*another object"):
+        irc.optimize(layer(forward), (torch.randn(8, 4), example), "100%", costs="analytic")
+    assert vars(example) == vars(Kept())
+
+
 _LEAVES = st.sampled_from(
     [None, True, 1, 1.0, "text", b"bytes", 1j, torch.zeros(2), nn.Parameter(torch.ones(1))]
 )

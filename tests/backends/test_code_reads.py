@@ -1,4 +1,4 @@
-"""What code reads of containers, objects, functions and tensors in globals: compared in each call."""
+"""Containers, objects, functions and tensors in globals that code reads are compared in each call."""
 
 from __future__ import annotations
 
@@ -238,6 +238,17 @@ def test_copies_and_pickles_compare_it_too(name: str) -> None:
         assert len(twin.irc_plans) == 1
         assert_follows(twin, Named(name, ours.lin))
         assert len(twin.irc_plans) > 1
+
+
+def test_a_tensor_that_is_another_one_when_a_pickle_is_read_makes_another_plan() -> None:
+    set_scale(1.0)
+    ours = irc.optimize(Named("tensor"), (torch.ones(2, 4),), "1MiB", costs="analytic")
+    data, x = pickle.dumps(ours), torch.randn(2, 4)
+    for scale, count in ((1.0, 1), (3.0, 2)):
+        set_scale(scale)
+        twin = pickle.loads(data)
+        assert torch.equal(twin(x), Named("tensor", ours.lin)(x))
+        assert len(twin.irc_plans) == count
 
 
 class Pair(NamedTuple):

@@ -8,6 +8,7 @@ module. A tensor that only code leads to is a constant of the plan, and has to s
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import operator
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ....torch_support.bits import bits
 from ....torch_support.containers import base_of
 from ....torch_support.functions import WRAPPERS, FunctionCode, cells_of
 from ....torch_support.inspectable import is_inspectable, is_installed, slots_of, store_of
@@ -88,21 +90,34 @@ class Content:
 
 
 class SameTensor:
-    """Stands for a tensor, or a hook's module, that is to stay the same one; for any, after it was pickled.
+    """Stands for a tensor, or a hook's module, that is to stay the same one.
+
+    After it was pickled, it stands for any tensor of the same bits, and for any module.
 
     Args:
         tensor: The tensor or module, which is not held.
+        contents: The type and the digest of the bits of a tensor that was pickled.
     """
 
-    def __init__(self, tensor: Tensor | nn.Module | None) -> None:
+    def __init__(self, tensor: Tensor | nn.Module | None, contents: object = None) -> None:
         self._reference = None if tensor is None else weakref.ref(tensor)
+        self._contents = contents
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SameTensor):
             return NotImplemented
         if self._reference is None or other._reference is None:
-            return True
+            return self._bits() == other._bits()
         return self._reference() is other._reference() is not None
+
+    def _bits(self) -> object:
+        tensor = self._reference() if self._reference is not None else None
+        if not isinstance(tensor, Tensor):
+            return self._contents
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return object()  # equal to no other
+        digest = hashlib.sha256(bits(tensor).cpu().numpy().tobytes()).digest()
+        return tuple(tensor.shape), tensor.dtype, digest
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -110,7 +125,7 @@ class SameTensor:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SameTensor, (None,)
+        return SameTensor, (None, self._bits())
 
     def __repr__(self) -> str:
         return f"an object at {id(self._reference and self._reference()):#x}"

@@ -54,12 +54,12 @@ class HookStandIn:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether there are hooks on a module; each step asks for each submodule."""
-    held = module.__dict__
+    tables = module.__dict__
     return bool(
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
+        tables["_forward_hooks"]
+        or tables["_forward_pre_hooks"]
+        or tables["_backward_hooks"]
+        or tables["_backward_pre_hooks"]
     )
 
 
@@ -70,9 +70,9 @@ def original_of(hook: Any) -> Any:
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
     """Yields the hooks of a module that are the user's: table, key and hook."""
-    held = vars(module)
+    tables = vars(module)
     for table in HOOKS:
-        for key, hook in list(held[table].items()):
+        for key, hook in list(tables[table].items()):
             if not is_part_of_graph(hook := original_of(hook)):
                 yield table, key, hook
 
@@ -81,9 +81,9 @@ def held_by_function(function: Any) -> dict[object, Any] | None:
     """Returns what a function, a method or a partial holds, by name; None for other objects."""
     kind: type = type(function)  # not isinstance(), which asks the object for its class
     if kind is FunctionType:
-        held = {name: cell.cell_contents for name, cell in cells_of(function).items()}
-        more = {"": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
-        return {**held, **more, "__dict__": vars(function)}
+        contents = {name: cell.cell_contents for name, cell in cells_of(function).items()}
+        defaults = {"": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
+        return {**contents, **defaults, "__dict__": vars(function)}
     if kind is MethodType:
         return {"function": function.__func__, "owner": function.__self__}
     return {**partial_items(function)} if kind is functools.partial else None
@@ -96,9 +96,9 @@ def name_of_hook(table: str, hook: Any) -> str:
 
 def modules_of_hook(hook: Any) -> list[str]:
     """The modules that a hook and its base classes come from: users' pruning methods inherit from torch's."""
-    own = str(getattr(hook, "__module__", None) or type(hook).__module__)
+    module = str(getattr(hook, "__module__", None) or type(hook).__module__)
     kinds = (kind for kind in type(hook).__mro__ if kind is not nn.Module)  # any hook may be a module
-    return [own, *(kind.__module__ for kind in kinds)]
+    return [module, *(kind.__module__ for kind in kinds)]
 
 
 def is_of_distributed(hook: Any) -> bool:

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class StepRecord:
-    """What a part of a step leaves: copies of tensors, and other values.
+    """A record of what a part of a step leaves: copies of tensors, and other values.
 
     Args:
         where: The step and its part.

@@ -48,7 +48,7 @@ _NOISY_RUNS = 3
 
 @dataclass(frozen=True)
 class Declared:
-    """What the plans of a fitted module say of the tensors of a step.
+    """The declarations that the plans of a fitted module make of the tensors of a step.
 
     Args:
         plans: The plans, with what the steps so far showed.
@@ -62,7 +62,7 @@ class Declared:
 
     @staticmethod
     def by(fitted: Any) -> Declared:
-        """What is declared by now: a backward may show more."""
+        """The declarations by now: a backward may show more."""
         compiled: Sequence[CompiledPlan] = vars(fitted)[FITTED].compiled_plans
         outputs: dict[str, frozenset[str]] = {}
         written: set[str] = set()
@@ -77,7 +77,7 @@ class Declared:
 
     @property
     def roundings(self) -> frozenset[Rounding]:
-        """Those of all plans; what `reordered` names is one of them."""
+        """The declarations of all plans; what `reordered` names is one of them."""
         reordered = tuple({each.name for plan in self.plans for each in plan.reordered})
         more = (Rounding("reordered", reordered),) if reordered else ()
         return frozenset((*more, *(each for plan in self.plans for each in plan.roundings)))

@@ -45,7 +45,7 @@ _MOST_WAITED = 3
 
 
 class Stretch(IntEnum):
-    """What runs in a stretch of a step; the place of its bytes in `Outside`."""
+    """The code that runs in a stretch of a step; the place of its bytes in `Outside`."""
 
     FORWARD = 0
     """A graph's forward."""

@@ -78,7 +78,7 @@ class Planner:
 
     @property
     def baseline_bytes(self) -> int:
-        """What a budget of 100% is."""
+        """The bytes of a budget of 100%."""
         return self.baseline.peak_bytes
 
     def program_of(self, problem: CheckpointProblem) -> Program:

@@ -30,7 +30,7 @@ Hooks = tuple[tuple[object, ...], ...]
 _DEPTH = 6
 """The steps from a hook to the last objects that are opened; `attribute_paths.py` finds tensors beyond."""
 _UNCOMPARED = (Tensor, torch.Generator, RemovableHandle, types.ModuleType)
-"""What hooks may hold beside what is compared: it is looked up in each call, or computes nothing."""
+"""Kinds of objects in hooks that are not compared: they are looked up in each call, or compute nothing."""
 
 _Entry = tuple[nn.Module, str, int, Any, bool]
 
@@ -67,8 +67,8 @@ class HookState:
         known: dict[Any, object] = {}
         for module, table, _, hook, has_keywords in self._entries:
             name = name_of_hook(table, getattr(hook, "__qualname__", type(hook).__qualname__))
-            held = stand_in(hook, known, _DEPTH, of_code=None)
-            self.of[id(module)] = (*self.of.get(id(module), ()), (name, has_keywords, held))
+            contents = stand_in(hook, known, _DEPTH, of_code=None)
+            self.of[id(module)] = (*self.of.get(id(module), ()), (name, has_keywords, contents))
         outside = list(_outside(led_to, {id(root), *self._names}))
         tables = [table for module in outside for table in _tables_of(module, root, ignored)]
         first = self._entries[0][0]
@@ -102,8 +102,8 @@ class HookState:
         """
         if self._uncompared is None:
             return
-        (module, table, _, hook, _), held = self._uncompared
-        kind = type(held)
+        (module, table, _, hook, _), leaf = self._uncompared
+        kind = type(leaf)
         raise UnsupportedError(
             "IRC505",
             f"submodule {self._names[id(module)]!r} has a hook ({name_of_hook(table, hook)}) that holds an "
@@ -114,20 +114,20 @@ class HookState:
         )
 
     def _note_uncompared(self, led_to: list[object]) -> None:
-        held = next((each for each in led_to if not isinstance(each, (nn.Module, *_UNCOMPARED))), None)
-        if held is not None:
+        leaf = next((each for each in led_to if not isinstance(each, (nn.Module, *_UNCOMPARED))), None)
+        if leaf is not None:
             one = (
-                entry for entry in self._entries if any(each is held for each in unopened([entry[3]], _DEPTH))
+                entry for entry in self._entries if any(each is leaf for each in unopened([entry[3]], _DEPTH))
             )
-            self._uncompared = next(one, self._entries[0]), held
+            self._uncompared = next(one, self._entries[0]), leaf
 
 
 def _entries(modules: Sequence[nn.Module]) -> Iterator[_Entry]:
     for module in modules:
         if has_hooks(module):
-            held = vars(module)
+            tables = vars(module)
             for table, key, hook in hooks_of(module):
-                has_keywords = table in WITH_KEYWORDS and key in held[WITH_KEYWORDS[table]]
+                has_keywords = table in WITH_KEYWORDS and key in tables[WITH_KEYWORDS[table]]
                 yield module, table, key, hook, has_keywords
 
 
@@ -148,13 +148,13 @@ def _tables_of(
 
     The module that was fitted shares its tensors with the fitted one, and they are looked up.
     """
-    held = vars(module)
-    is_root = held["_parameters"] is vars(root)["_parameters"]
+    attributes = vars(module)
+    is_root = attributes["_parameters"] is vars(root)["_parameters"]
     without = _OWN | ignored if is_root else _OWN
-    yield type(module), held, [name for name in held if name not in without]
+    yield type(module), attributes, [name for name in attributes if name not in without]
     if not is_root:
-        yield type(module), held["_parameters"], list(held["_parameters"])
-        yield type(module), held["_buffers"], list(held["_buffers"])
+        for tensors in (attributes["_parameters"], attributes["_buffers"]):
+            yield type(module), tensors, list(tensors)
 
 
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", RECORDERS_MARK}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import irc
+from irc.compiler.frozen_heap import frozen_heap
 from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, first_line
 from irc.torch_support.bits import same_bits
 
@@ -166,7 +167,7 @@ def _compare(program: Program, notes: _Notes, folder: str) -> None:
         for number, record in enumerate(records):
             differs = _check_part(records, number, steps.send(reference), fitted, notes, program)
             reference = record if differs else None
-    with _errors("measuring"):
+    with _errors("measuring"), frozen_heap():
         _check_peak(program, fitted)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import multiprocessing
@@ -80,8 +79,6 @@ class Worker:
 def _serve(theirs: Connection) -> None:
     torch.set_num_threads(1)
     logging.getLogger("irc").setLevel(logging.ERROR)
-    gc.collect()
-    gc.freeze()  # measuring collects garbage, which passes over all of torch otherwise
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     while True:
         program = theirs.recv()

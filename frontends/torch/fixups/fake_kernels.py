@@ -303,9 +303,14 @@ def _read_by_torch() -> None:
 def _forget() -> None:
     """Drops what torch has noted of results under other rules."""
     noted: dict[Any, Any] = FakeTensorMode.cache
-    laws, _ = known_laws()
-    for key in [key for key in noted if key.key[0] in _RULES or str(key.key[0]) in laws]:
+    for key in [key for key in noted if _has_own_rule(key.key[0])]:
         del noted[key]
+
+
+@functools.cache
+def _has_own_rule(operation: Any) -> bool:
+    laws, _ = known_laws()
+    return operation in _RULES or str(operation) in laws
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.solutions import verify
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,6 +20,7 @@ from irc.compiler.operation_allowlist import check_operations
 from irc.frontends.torch import capture
 from irc.ir import Region, Trait, VerificationError, overwritten, verify_graph, verify_schedule, with_frees
 from irc.passes import CheckpointProblem, Cost, Program, WriteInPlace
+from irc.passes.remat.strategies.published import PUBLISHED, Asked
 
 ROWS, COLUMNS = 64, 48
 
@@ -176,6 +179,25 @@ def test_what_is_overwritten_is_made_again_before_it_is_read() -> None:
     assert sum(node is last for node in solution.order) == 2
     assert len(solution.order) > len(order) + len(problem.backward)
     verify_schedule(solution.schedule, program.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
+
+
+@pytest.mark.parametrize("percent", [70, 100])
+def test_every_method_has_valid_schedules_of_what_writes(percent: int) -> None:
+    program = _program(_Chunked(), torch.randn(ROWS, COLUMNS))
+    assert program.costs is not None
+    workspaces = {
+        node: -sum(v.storage.nbytes for v in overwritten(node)) for node in program.graph.operations
+    }
+    problem = CheckpointProblem(program.graph, replace(program.costs, workspace_bytes=workspaces))
+    for strategy in PUBLISHED:
+        asked = Asked(problem.keep_all.peak_bytes * percent // 100, 2, deadline=time.thread_time() + 0.2)
+        try:
+            solutions = list(strategy.find(problem, asked))
+        except irc.UsageError as error:
+            assert strategy.name in error.message
+            continue
+        for solution in solutions:
+            verify(problem, solution)
 
 
 class _Drawn(nn.Module):

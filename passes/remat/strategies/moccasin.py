@@ -67,7 +67,8 @@ def moccasin(problem: CheckpointProblem, budget_bytes: int, *, intervals: int = 
     if outcome.value_of is None:
         return Exact(None, outcome.is_infeasible and programme.is_exact)
     solution = programme.simulate(outcome)
-    assert solution.peak_bytes <= budget_bytes, "the intervals are not those of the schedule"
+    if solution.peak_bytes > budget_bytes:  # something is read after it was written over, and made again
+        return Exact(None, False)
     return Exact(solution, outcome.is_optimal and programme.is_exact)
 
 
@@ -281,16 +282,21 @@ class _Programme:
         for node, runs in self.runs.items():
             for run in runs:
                 active = True if run.is_active is None else run.is_active
+                taken_bytes = 0 if run.is_active is None else running[node]
+                # a run that writes over what it reads takes less than it makes, and no demand is negative
+                is_over = taken_bytes < 0
                 for storage, end in run.ends.items():
                     if storage.nbytes:
-                        size = self.model.new_int_var(1, len(self.time_step_of), "")
+                        size = self.model.new_int_var(1 - is_over, len(self.time_step_of), "")
                         add = self.model.new_optional_interval_var
-                        intervals.append(add(run.start, size, end, active, ""))
+                        intervals.append(add(run.start + int(is_over), size, end, active, ""))
                         demands.append(self._units(storage.nbytes))
-                if run.is_active is not None and running[node]:
+                if is_over:
+                    taken_bytes += sum(storage.nbytes for storage in run.ends)
+                if taken_bytes:
                     fixed = self.model.new_optional_fixed_size_interval_var
-                    intervals.append(fixed(run.start, 1, run.is_active, ""))
-                    demands.append(self._units(running[node]))
+                    intervals.append(fixed(run.start, 1, active, ""))
+                    demands.append(self._units(taken_bytes))
         return intervals, demands
 
     def _others_units(self, time_step: int, most: int) -> IntVariable:

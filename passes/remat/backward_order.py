@@ -19,8 +19,8 @@ def weight_gradients_last(graph: Graph, costs: Costs, least_ratio: float = 1.0) 
     no time. A gradient that is released takes its bytes while nearly all of the step's values are alive; at
     the end they are gone. Operations that share what they read wait together or not at all. Among those that
     wait, the ones that take and free most besides come first, while few gradients are there. An operation
-    that reads a parameter which something else's release updates does not wait, nor does one that reads what
-    another overwrites.
+    does not wait if it, or what makes again what it reads, reads a parameter which something else's release
+    updates; nor does one that reads what another overwrites.
 
     Args:
         graph: The training graph.
@@ -74,6 +74,7 @@ def _groups(graph: Graph, backward: Sequence[Node]) -> list[list[_Sink]]:
             readers.setdefault(storage, []).append(node)
     permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
     updated = {n.operands[0].storage for n in graph.releases if n.releases is Gradients.APPLIED}
+    reading = _updated_reads(graph, updated)
     gone = {value.storage: node for node in graph.operations for value in overwritten(node)}
     groups: dict[Storage, list[_Sink]] = {}
     for node in backward:
@@ -87,7 +88,18 @@ def _groups(graph: Graph, backward: Sequence[Node]) -> list[list[_Sink]]:
         )
         held = frozenset(graph.reads(node)) - permanent
         is_sink = is_sink and all(gone.get(storage, node) is node for storage in held)
-        if is_sink and held and (updated - own).isdisjoint(graph.reads(node)):
+        used = frozenset[Storage]().union(*(reading.get(s, ()) for s in graph.reads(node)))
+        if is_sink and held and used <= own:
             key = max(held, key=lambda s: (s.nbytes, s.name))
             groups.setdefault(key, []).append(_Sink(node, releases, held))
     return list(groups.values())
+
+
+def _updated_reads(graph: Graph, updated: set[Storage]) -> dict[Storage, frozenset[Storage]]:
+    """For each storage, those of `updated` that it is, or that the operations read which make it again."""
+    reading = {storage: frozenset({storage}) for storage in updated}
+    for node in graph.operations if updated else ():
+        if node.region is Region.FORWARD and node.is_recomputable:
+            used = frozenset[Storage]().union(*(reading.get(s, ()) for s in graph.reads(node)))
+            reading.update((storage, used) for storage in graph.allocates(node))
+    return reading

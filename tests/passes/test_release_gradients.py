@@ -30,6 +30,7 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import (
+    CheckpointProblem,
     Cost,
     Costs,
     PassManager,
@@ -41,6 +42,8 @@ from irc.passes import (
     smallest_budget,
 )
 from irc.passes.costs.table import StepCost
+from irc.passes.remat.backward_order import weight_gradients_last
+from irc.passes.remat.strategies import keep_none
 from irc.passes.rewrites.release_gradients import release_gradients
 
 FEW = examples(15)
@@ -450,3 +453,44 @@ def test_a_large_gradient_of_an_input_does_not_wait_beyond_the_update_that_it_mu
         result = PlanMemory("100%", "auto", 5.0).run(program)
         assert result.schedule is not None
         verify_schedule(result.schedule, nothing)
+
+
+SCALED = """\
+graph loss_bytes=0 {
+  storage @x 32 cpu
+  storage @p 32 cpu
+  storage @w 320 cpu
+  storage @t 32 cpu
+  storage @s 32 cpu
+  storage @z 32 cpu
+  storage @gw 320 cpu
+  storage @gs 32 cpu
+  storage @gp 32 cpu
+  input %x: float32[8]{1} @x input "0"
+  input %p: float32[8]{1} @p parameter "p" requires_grad
+  input %w: float32[80]{1} @w parameter "w" requires_grad
+  input %t: float32[8]{1} @t tangent "0"
+forward:
+  s = op(%x, %p) -> %s: float32[8]{1} @s
+  z = op(%s, %w) -> %z: float32[8]{1} @z
+backward:
+  gw = op(%t, %s) -> %gw: float32[80]{1} @gw
+  gs = op(%t, %w) -> %gs: float32[8]{1} @gs
+  gp = op(%gs, %x) -> %gp: float32[8]{1} @gp
+  output %z "0"
+  gradient %gp "parameter:p"
+  gradient %gw "parameter:w"
+}
+"""
+
+
+def test_a_gradient_does_not_wait_if_what_it_reads_would_be_made_of_an_updated_parameter() -> None:
+    graph = parse_graph(SCALED)
+    for released, waits in (
+        (release_gradients(graph), True),
+        (release_gradients(graph, step_costs(graph)), False),
+    ):
+        costs = Costs(dict.fromkeys(released.operations, 1.0), dict.fromkeys(released.operations, 0), "test")
+        order = weight_gradients_last(released, costs)
+        assert [node.name for node in order].index("gw") == (3 if waits else 0)
+        verify_schedule(keep_none(CheckpointProblem(released, costs, order)).schedule, costs.workspace_bytes)

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils import checkpoint as torch_checkpoint
 
 from ...ir import Annotation, Policy
+from .fixups.kernel_layouts import same_layout
 from .source_lines import user_line
 
 __all__ = ["MARKS", "Scope", "Scopes", "is_inside"]
@@ -210,7 +212,28 @@ class _Reentrant:
             torch.set_grad_enabled(enabled),
             scopes.checkpoint(where, keeps_draws=preserve, is_reentrant=enabled),
         ):
-            return function(*args)
+            return function(*map(_as_leaf, args) if enabled else args)
+
+
+class _Leaf(torch.autograd.Function):
+    """A tensor whose gradient is laid out as it is itself: eager's checkpoint accumulates it in a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        dense = is_non_overlapping_and_dense_or_false(tensor)
+        ctx.strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if same_layout(gradient, ctx.strides):
+            return gradient
+        return gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
+
+
+def _as_leaf(argument: Any) -> Any:
+    asks = isinstance(argument, Tensor) and argument.requires_grad
+    return _Leaf.apply(argument) if asks else argument
 
 
 def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None]:

@@ -409,6 +409,26 @@ def test_a_checkpoint_that_keeps_no_state_of_the_generator_and_draws_nothing_is_
     graph_of(Calls(without_gradient, part=mlp()))
 
 
+@pytest.mark.parametrize("layout", ["permuted", "expanded"])
+def test_the_gradient_of_what_a_reentrant_checkpoint_is_given_is_laid_out_as_it_is(layout: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x * m.a.weight
+        y = y.transpose(0, 1) if layout == "permuted" else y[0].expand(4, 6, 8)
+        return checkpoint(m.b, y, use_reentrant=True)
+
+    torch.manual_seed(0)
+    original, x = (
+        Calls(forward, a=nn.PReLU(8), b=nn.Sequential(nn.Linear(8, 8), nn.Tanh())),
+        torch.randn(4, 6, 8),
+    )
+    ours = fitted(copy.deepcopy(original), x)
+    for module in (original, ours):
+        (module(x).square() * torch.linspace(0, 1, 8)).sum().backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(original.parameters(), ours.parameters(), strict=True)
+    )
+
+
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_parameter_of_two_reentrant_checkpoints_is_named_and_cast_in_each(*, cast: bool) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:

@@ -88,6 +88,12 @@ def test_the_numbers_within_modules_are_those_of_eager(name: str, dtype: torch.d
     assert_draws_the_same(FULL[name], 0.15, dtype)
 
 
+def test_rrelu_of_a_transposed_tensor_is_laid_out_as_by_eager() -> None:
+    module = Model(lambda m, x, p: functional.rrelu(x.mT, 0.1, 0.3, True), 0.0, torch.float32)
+    x = torch.randn(SHAPE)
+    assert fitted(module, x)(x).stride() == module(x).stride() == module(x).contiguous().stride()
+
+
 @examples(6)
 @given(rate=st.sampled_from(RATES) | st.floats(0, 1), dtype=st.sampled_from(DTYPES))
 def test_dropout_at_any_rate_is_that_of_eager(rate: float, dtype: torch.dtype) -> None:

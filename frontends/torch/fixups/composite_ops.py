@@ -90,6 +90,14 @@ def _needs_vectors(data: Tensor) -> bool:
     return torch.is_grad_enabled() and data.requires_grad
 
 
+def _rrelu(
+    data: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    """Eager's result is contiguous; of the operation that a trace takes for it, it is laid out as `data`."""
+    noise = torch.empty_like(data, memory_format=torch.contiguous_format)
+    return torch.ops.aten.rrelu_with_noise(data.contiguous(), noise, lower, upper, training, generator)
+
+
 def _overloads() -> list[Any]:
     packets = [getattr(torch.ops.aten, name) for name in _NAMES]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
@@ -103,6 +111,7 @@ def composite_operations() -> contextlib.AbstractContextManager[None]:
     """
     own = dict.fromkeys(_overloads()) | {
         _DROPOUT: _dropout,
+        torch.ops.aten.rrelu.default: _rrelu,
         torch.ops.aten.linalg_svdvals.default: _svdvals,
         torch.ops.aten.linalg_eigvalsh.default: _eigvalsh,
     }

@@ -107,10 +107,10 @@ class _Notes:
         self.differing: set[str] = set()
         self.off: set[str] = set()
         self.codes: list[str] = []
-        self._noise: list[dict[str, float]] | None = None
+        self._noise: dict[str, float] | None = None
 
-    def noise(self, program: Program, records: list[StepRecord]) -> list[dict[str, float]]:
-        """How far eager's own noise moves the tensors of each record: measured once, if it is asked for."""
+    def noise(self, program: Program, records: list[StepRecord]) -> dict[str, float]:
+        """How far eager's own noise moves each tensor: measured once, if it is asked for."""
         if self._noise is None:
             self._noise = noise(program, records)
         return self._noise
@@ -167,7 +167,8 @@ def _compare(program: Program, notes: _Notes, folder: str) -> None:
         for number, record in enumerate(records):
             differs = _check_part(records, number, steps.send(reference), fitted, notes, program)
             reference = record if differs else None
-    with _errors("measuring"), frozen_heap():
+    # a decomposition may fail on numbers that one more update of this data makes, in eager too
+    with _errors("measuring"), frozen_heap(), contextlib.suppress(torch.linalg.LinAlgError):
         _check_peak(program, fitted)
 
 
@@ -301,7 +302,7 @@ def _check_part(
         if roundings and not any(each.is_more for each in roundings) and not is_rounding(*pairs[name])
     }
     if larger:
-        shifts = notes.noise(program, records)[number]
+        shifts = notes.noise(program, records)
         wrong = {n: pair for n, pair in larger.items() if not is_rounding(*pair, shifts.get(n, 0.0))}
         _refuse("named, but not rounding", expected.where, wrong, declared)
     notes.off.update(name for name, roundings in naming.items() if roundings)

@@ -147,25 +147,28 @@ def is_rounding(expected: Any, value: Any, shift: float = 0.0) -> bool:
     return ulps <= most or difference(expected, value) <= _MOST_SHIFTS * shift
 
 
-def noise(program: Program, records: Sequence[StepRecord]) -> list[dict[str, float]]:
-    """How far each tensor of each record moves if eager's operations are off by an ulp.
+def noise(program: Program, records: Sequence[StepRecord]) -> dict[str, float]:
+    """How far each tensor moves if eager's operations are off by an ulp.
 
     Args:
         program: The program.
         records: Eager's.
 
     Returns:
-        The shifts by name, for each record; none if its step cannot run so.
+        The largest shift in any record of each tensor, by name: where a sum cancels out, one record tells
+        little. None if a step cannot run so.
     """
     try:
         with keeping_generators():
             runs = [list(_moved(program, records, seed)) for seed in range(_NOISY_RUNS)]
     except Exception:
-        return [{} for _ in records]  # an operation that no mode can see: 100 ulp are then all that passes
-    return [
-        {name: statistics.median(shifts[name] for shifts in same) for name in same[0]}
-        for same in zip(*runs, strict=True)
-    ]
+        return {}  # an operation that no mode can see: 100 ulp are then all that passes
+    largest_shifts: dict[str, float] = {}
+    for same in zip(*runs, strict=True):
+        for name in same[0]:
+            shift = statistics.median(shifts[name] for shifts in same)
+            largest_shifts[name] = max(shift, largest_shifts.get(name, 0.0))
+    return largest_shifts
 
 
 def _moved(program: Program, records: Sequence[StepRecord], seed: int) -> Iterable[dict[str, float]]:

@@ -43,6 +43,7 @@ from ...ir import (
     Slot,
     UnsupportedError,
     UsageError,
+    allocation_bytes,
     first_line,
     print_graph,
 )
@@ -246,7 +247,7 @@ def _captured(
     unused = flat.unused_places()
     trained = {flat.places[k]: d for k, d in enumerate(shared) if k not in unused}
     aliased = _aliased_bytes(graph, trained.values())
-    beside = _returned_bytes(graph, shared, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
+    beside = _leaf_gradient_bytes(graph, shared, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
     most, held = most + 2 * aliased + beside, held + aliased + beside
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
     slots, generators = map(Slot, range(len(flat.tensors))), flat.state.generators
@@ -358,17 +359,24 @@ _SCALED_BYTES = 2 * 8
 """A loss that a result has may be scaled, as it is where gradients of batches add up: it and its gradient."""
 
 
-def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: FlatModule) -> int:
-    """Returns the bytes of the gradients that parameters get from the loss itself, as parts of the result."""
+def _leaf_gradient_bytes(graph: Graph, found: Iterable[Delivery], flat: FlatModule) -> int:
+    """Returns the bytes of the gradients that leaves among the results get from the loss itself.
+
+    These are parameters, arguments, and views made under `no_grad`: the graph has no gradient of them.
+    """
     statics = [entry.value.storage for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     leaves = (leaf for leaf in flat.delivered if isinstance(leaf, Tensor))
     unused = flat.unused_places()
-    bases = {
-        statics[d.index]
-        for place, (d, leaf) in enumerate(zip(found, leaves, strict=True))
-        if d.origin is Origin.INPUT and leaf.requires_grad and place not in unused
-    }
-    return sum(base.nbytes for base in bases)
+    nbytes: dict[object, int] = {}
+    for place, (delivery, leaf) in enumerate(zip(found, leaves, strict=True)):
+        if not leaf.requires_grad or place in unused:
+            continue
+        if delivery.origin is Origin.INPUT:
+            base = statics[delivery.index]
+            nbytes[base] = base.nbytes
+        elif delivery.sharing is Sharing.NO_GRAD:
+            nbytes[flat.places[place]] = allocation_bytes(leaf.nbytes, str(leaf.device))
+    return sum(nbytes.values())
 
 
 def _nothing_to_train(flat: FlatModule) -> UsageError:

@@ -52,6 +52,7 @@ __all__ = [
     "device_name",
     "first_runs",
     "made_up",
+    "made_up_operands",
     "one_thread",
     "profile_costs",
     "run_seconds",
@@ -378,16 +379,12 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     """Returns an operation, ready to run on tensors for its operands: on made-up ones if none are given."""
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
-    operands = given or _operands(node)
+    operands = given or made_up_operands(node)
     if op == FUSED:
         compiled = kernel(Kernel.of(node).text)
         return lambda: compiled([*operands])
     operation = function_of(op)
     tensors = dict(zip(node.operands, operands, strict=True))
-    if op == _BAGS_BACKWARD and given is None:  # takes most where no bag is empty
-        sizes = node.arguments[4]
-        assert isinstance(sizes, Value)
-        tensors[sizes].fill_(1)
 
     def given_for(argument: Value | Symbol) -> Any:
         is_tensor = isinstance(argument, Value)
@@ -398,13 +395,11 @@ def runner(node: Node, given: Sequence[Tensor] | None = None) -> Callable[[], An
     return lambda: operation(*arguments, **keywords)
 
 
-_BAGS_BACKWARD = "aten._embedding_bag_backward.default"
-
-
-def _operands(node: Node) -> list[Tensor]:
+def made_up_operands(node: Node) -> list[Tensor]:
     """Makes tensors for the operands of an operation; those that share a storage share one here.
 
-    They lie behind one another if the storage has room for that. Else they overlap, and begin together.
+    They lie behind one another if the storage has room for that. Else they overlap, and begin together. Whole
+    numbers are zero, but for operations that refuse it.
     """
     tensors: dict[Value, Tensor] = {}
     for values in shared_operands(node):
@@ -415,7 +410,30 @@ def _operands(node: Node) -> list[Tensor]:
         flat = _flat(sum(reaches) if is_apart else max(reaches), types[0])
         for value, type, start in zip(values, types, starts, strict=False):
             tensors[value] = flat.as_strided(type.shape, type.strides, start)
-    return [tensors[v] if v in tensors else made_up(v.type) for v in node.operands]
+    tensors |= {v: made_up(v.type) for v in node.operands if v not in tensors}
+    _make_acceptable(node, tensors)
+    return [tensors[value] for value in node.operands]
+
+
+def _make_acceptable(node: Node, tensors: Mapping[Value, Tensor]) -> None:
+    """Sets the whole numbers of an operation that accepts no zeros, or that takes least with them."""
+    name = node.op.split(".")[1]
+    place = _ONES.get(name.removesuffix("_"))
+    operand = None if place is None else node.arguments[place]
+    if isinstance(operand, Value):
+        tensors[operand].fill_(1)
+    lengths = dict(node.keywords).get("lengths")
+    if name == "segment_reduce" and isinstance(lengths, Value):  # they add up to what is reduced
+        reduced = node.operands[0].type.shape[len(lengths.type.shape) - 1]
+        tensors[lengths][..., :1].fill_(reduced)
+
+
+_ONES = {
+    "_embedding_bag_backward": 4,  # sizes of bags: takes most where none is empty
+    **dict.fromkeys(("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack"), 1),  # pivots count from one
+    **dict.fromkeys(("div", "floor_divide", "remainder", "fmod"), 1),  # divisors
+}
+"""The argument that is made of ones, by the operation's name."""
 
 
 def made_up(type: TensorType) -> Tensor:

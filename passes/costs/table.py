@@ -247,9 +247,10 @@ def _with_all_heads(arguments: list[Any], *, is_backward: bool) -> list[Any]:
 
 
 def signature(node: Node) -> str:
-    """The key of an operation's cost: its name, its constants, and the types of its operands.
+    """The key of an operation's cost: its name, its constants, its operands' types, its results' bytes.
 
-    Operands that are the same value, or that share a storage, are marked as such; names do not matter.
+    Operands that are the same value, or that share a storage, are marked as such; names do not matter. The
+    workspace is what is taken beside the results, so that it counts how large these are.
     """
     order = {value: index for index, value in enumerate(node.operands)}
     words = {value: f"${index}:{describe_type(value.type)}" for value, index in order.items()}
@@ -259,7 +260,9 @@ def signature(node: Node) -> str:
     parts = [_describe(argument, words) for argument in node.arguments]
     parts += [f"{key}={_describe(argument, words)}" for key, argument in node.own_keywords]
     form = f"#{KERNELS_FORM}" if node.op == FUSED else ""
-    return f"{node.op}{form}({', '.join(parts)})"
+    results = {value.storage: None for value in node.values}
+    made = " ".join(str(storage.nbytes) for storage in results if storage not in {v.storage for v in order})
+    return f"{node.op}{form}({', '.join(parts)}) -> {made}"
 
 
 def shared_operands(node: Node) -> list[list[Value]]:

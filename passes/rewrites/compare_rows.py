@@ -91,9 +91,9 @@ def _touched_bytes(node: Node) -> int:
 def _compare(whole: Node, pairs: Iterable[RowsOf]) -> Iterator[tuple[RowsOf, bool]]:
     """Yields whether operations on some rows give the bits of that on all, which is one for all of them."""
     from ...torch_support.bits import same_bits
-    from ..costs.profiling import made_up, runner
+    from ..costs.profiling import made_up_operands, runner
 
-    given = [made_up(value.type) for value in whole.operands]
+    given = made_up_operands(whole)
     expected = _listed(runner(whole, given)())
     for pair in pairs:
         operands = zip(given, pair.whole.operands, pair.part.operands, strict=True)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import irc
+from irc.frontends.torch import capture
 from irc.ir import format_bytes
 from irc.passes.costs.allocations import peak_bytes
 
@@ -372,6 +373,39 @@ def test_the_gradient_that_a_returned_parameter_gets_from_the_loss_is_counted(
 
     fitted = irc.optimize(model, (x,), "1MiB", loss=penalized, time_limit=1)
     assert measured(fitted, (x,), penalized, holds=True) <= fitted.plan.peak_bytes
+
+
+class Viewing(nn.Module):
+    """Returns a view that is made under no_grad beside its result: a leaf, which has its own gradient."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view, self.body = view, nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.body(x)
+        with torch.no_grad():
+            view = self.view(hidden)
+        return hidden.tanh(), view, view
+
+
+@pytest.mark.parametrize("view", [lambda y: y[:, :24], lambda y: y.t(), lambda y: y.view(-1)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_gradient_that_a_view_without_gradients_gets_from_the_loss_is_counted(
+    view: Callable[[Tensor], Tensor], is_first: bool
+) -> None:
+    model, x = Viewing(view), torch.randn(64, 16)
+
+    def looked_at(result: tuple[Tensor, ...]) -> Tensor:
+        first, second = result[:2] if is_first else result[1::-1]
+        return first.square().mean() + second.square().mean()
+
+    held_bytes = capture(model, (x,), loss=looked_at).graph.loss_held_bytes
+    assert held_bytes == 2 * 4 + view(model.body(x)).nbytes  # and the loss, with its gradient
+    fitted = irc.optimize(model, (x,), "100%", loss=looked_at, costs="measured", time_limit=1)
+    assert measured(fitted, (x,), looked_at, holds=True) == fitted.plan.peak_bytes
+    unread = irc.optimize(model, (x,), "100%", loss=lambda result: result[0].sum(), costs="measured")
+    assert unread.plan.peak_bytes < fitted.plan.peak_bytes
 
 
 def test_nothing_of_the_model_changes_while_its_memory_is_found() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 import irc
 from irc.frontends.torch import capture
@@ -22,6 +23,7 @@ from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
 from irc.frontends.torch.fixups.meta_kernels import composites_on_meta
 from irc.ir import Graph, Trait, UnsupportedError
 from irc.passes.costs.profiling import profile_costs, runner
+from irc.torch_support.pytree import tensors_of
 
 torch.set_num_threads(1)
 
@@ -280,6 +282,37 @@ def test_the_memory_of_folded_columns_is_the_kernels() -> None:
     (node,) = [node for node in graph.operations if node.op.startswith("aten.col2im")]
     assert node.values[0].storage.nbytes == 9 * x.nbytes
     assert_trains_the_same(module, x)
+
+
+WITH_ROOM: dict[str, tuple[Any, ...]] = {
+    "col2im": (torch.zeros(2, 27, 36), [6, 6], [3, 3], [1, 1], [1, 1], [1, 1]),
+    "_embedding_bag": (
+        *(torch.zeros(5, 4), torch.zeros(6, dtype=torch.long), torch.tensor([0, 2, 6])),
+        *(False, 1, False, None, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_ROOM)
+def test_the_memory_of_equal_calls_is_equal(name: str) -> None:
+    operation, arguments = getattr(torch.ops.aten, name).default, WITH_ROOM[name]
+    made = [result.untyped_storage().nbytes() for result in tensors_of(operation(*arguments))]
+    with fake_kernels_of_eager(), FakeTensorMode() as mode:
+        fakes = pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
+        for _ in range(3):
+            traced = [result.untyped_storage().nbytes() for result in tensors_of(operation(*fakes))]
+            assert traced == made
+
+
+def test_the_step_of_folds_of_equal_sizes_takes_what_is_predicted() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        columns = functional.unfold(x * m.weight, 3, padding=1)
+        return functional.fold(columns, (6, 6), 3, padding=1).sin()
+
+    module, x = Model(forward, weight=nn.Parameter(torch.ones(1))), torch.randn(2, 3, 6, 6)
+    planned = irc.optimize(module, (x,), "100%", loss=torch.sum, costs="measured", time_limit=1)
+    torch.sum(planned(x)).backward()
+    assert irc.measured_peak_bytes(planned, (x,), loss=torch.sum) == planned.plan.peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
 
+import irc
 from irc.frontends.torch import capture
 from irc.ir import (
     DType,
@@ -29,6 +31,7 @@ from irc.ir import (
     Symbol,
     TensorType,
     Trait,
+    UnsupportedError,
     UsageError,
     Value,
 )
@@ -225,6 +228,56 @@ def test_an_operation_that_does_not_run_by_itself_is_named() -> None:
     assert raised.value.help is not None and "analytic" in raised.value.help
 
 
+def test_a_result_that_was_traced_too_small_is_refused_beside_an_equal_call() -> None:
+    type = TensorType.contiguous((2, 3), DType.FLOAT32)
+    x, large, small = (Value(name, type, Storage(name, 8 * (name != "c") + 16)) for name in "abc")
+    nodes = [Node(out.name, "aten.sin.default", (x,), (out,)) for out in (large, small)]
+    assert signature(nodes[0]) != signature(nodes[1])
+    with pytest.raises(UnsupportedError) as raised:
+        profile_costs(Graph((), tuple(nodes), ()), repeats=1)
+    assert raised.value.code == "IRC412"
+
+
+def lu_solved(x: Tensor) -> Tensor:
+    factors, pivots = torch.linalg.lu_factor(x)
+    return torch.linalg.lu_solve(factors, pivots, x, adjoint=True)
+
+
+def lu_unpacked(x: Tensor) -> Tensor:
+    return torch.lu_unpack(*torch.linalg.lu_factor(x))[1]
+
+
+def ldl_solved(x: Tensor) -> Tensor:
+    return torch.linalg.ldl_solve(*torch.linalg.ldl_factor(x.detach()), x.detach()) + x
+
+
+def reduced_segments(x: Tensor) -> Tensor:
+    return torch.segment_reduce(x.flatten(), "sum", lengths=torch.tensor([5, 3, 8]))
+
+
+WHOLE_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "lu_solve": lambda x, n: lu_solved(x),
+    "lu_unpack": lambda x, n: lu_unpacked(x),
+    "ldl_solve": lambda x, n: ldl_solved(x),
+    "det": lambda x, n: torch.linalg.det(x),
+    "segment_reduce": lambda x, n: reduced_segments(x),
+    "remainder": lambda x, n: x * (7 % n),
+    "remainder_": lambda x, n: x * torch.full_like(n, 7).remainder_(n),
+    "fmod": lambda x, n: x * torch.fmod(n, n),
+    "floor_divide": lambda x, n: x * (7 // n),
+    "div": lambda x, n: x * torch.div(7, n, rounding_mode="trunc"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_operations_that_refuse_zeros_are_measured(name: str) -> None:
+    module = Model(lambda m, x, n: WHOLE_NUMBERS[name](m.weight + x, n), weight=nn.Parameter(torch.eye(4)))
+    args = torch.eye(4) + 0.1, torch.tensor([1, 2, 3, 4])
+    planned = irc.optimize(module, args, "100%", loss=torch.sum, costs="measured", time_limit=1)
+    torch.sum(planned(*args)).backward()
+    assert irc.measured_peak_bytes(planned, args, loss=torch.sum) == planned.plan.peak_bytes
+
+
 def test_constants_of_every_kind_reach_the_operation() -> None:
     type = TensorType.contiguous((4,), DType.FLOAT16)
     out = Value("full", type, Storage("full", 8))
@@ -238,9 +291,10 @@ def test_operands_of_one_storage_share_it_when_they_are_measured(is_apart: bool)
     type = TensorType.contiguous((4,), DType.FLOAT32)
     storage = Storage("ab", 32 if is_apart else 16)
     a, b, other = Value("a", type, storage), Value("b", type, storage), Value("c", type, Storage("c", 16))
-    shared, single = (Node("add", "aten.add.Tensor", (a, each), (other,)) for each in (b, other))
+    total = Value("d", type, Storage("d", 16))
+    shared, single = (Node("add", "aten.add.Tensor", (a, each), (total,)) for each in (b, other))
     assert signature(shared) != signature(single)
-    seen: list[Tensor] = vars(profile)["_operands"](shared)
+    seen: list[Tensor] = profile.made_up_operands(shared)
     assert seen[0].untyped_storage().data_ptr() == seen[1].untyped_storage().data_ptr()
     assert seen[1].storage_offset() == (4 if is_apart else 0)
     written = replace(shared, traits=frozenset({Trait.EFFECT}))

@@ -11,6 +11,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from torch._decomp import decomposition_table
 from torch._functorch.vmap import lazy_load_decompositions
 from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses import FakeTensorMode, fake_impls
+from torch._subclasses.fake_tensor import _BypassDispatchCache
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
+from ....torch_support.pytree import tensors_of
 from ....torch_support.recurrent_kernels import lstm_workspace_bytes
 from .kernel_layouts import Laws, kernel_layouts, known_laws, same_layout
 
@@ -283,6 +286,7 @@ def fake_kernels_of_eager(laws: Laws | None = None) -> Generator[None]:
         _without(rules, _RULES),
         _without(decomposition_table, _RULES),
         kernel_layouts(laws),
+        _caching_whole_storages_alone(),
         _LengthsAsTensors(),
     ):
         rules.update(_RULES)
@@ -290,6 +294,33 @@ def fake_kernels_of_eager(laws: Laws | None = None) -> Generator[None]:
             yield
         finally:
             _forget()
+
+
+def _caching_whole_storages_alone() -> contextlib.AbstractContextManager[Any]:
+    """Keeps results in larger storages than their own numbers need out of torch's cache of fake results.
+
+    Torch makes a result that it takes from there anew, by its strides alone.
+    """
+    modes: Any = FakeTensorMode
+    before: Callable[..., Any] = modes._make_cache_entry
+
+    def make_entry(mode: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        if not getattr(func, "is_view", False):
+            made = [t for t in tensors_of(output) if all(t is not operand for operand in args)]
+            if any(map(_has_room, made)):
+                raise _BypassDispatchCache("a storage larger than its tensor")
+        return before(mode, state, key, func, args, kwargs, output)
+
+    return patch.object(modes, "_make_cache_entry", make_entry)
+
+
+def _has_room(tensor: Tensor) -> bool:
+    """Whether a tensor's storage is larger than the strides ask for; no symbol is decided for that."""
+    if tensor.layout is not torch.strided or type(nbytes := tensor.untyped_storage().nbytes()) is not int:
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+    return nbytes > reach * tensor.element_size()
 
 
 def _read_by_torch() -> None:

@@ -1,5 +1,8 @@
 """Notes, while a module is traced, which operations its code computes in place: a trace makes them anew."""
 
+# Modes and tensors of the tracer have no public interface.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -7,8 +10,15 @@ from collections.abc import Generator
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ...torch_support.operations import overload_of
+from .fixups.kernel_layouts import same_layout
 
 __all__ = ["is_in_place", "noting_writes"]
 
@@ -23,13 +33,34 @@ class _Writing(TorchDispatchMode):
         self.depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not func._schema.is_mutable:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         self.depth += 1
         try:
-            return func(*args, **(kwargs or {}))
+            anew = _laid_out_otherwise(func, args, kwargs)
+            return func(*args, **kwargs) if anew is None else args[0].copy_(anew(*args, **kwargs))
         finally:
             self.depth -= 1
+
+
+def _laid_out_otherwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation that makes anew what one writes over its operand, if it lays that out otherwise."""
+    operand = args[0] if args else None
+    library, name, overload = str(func).split(".")
+    if not isinstance(operand, FunctionalTensor) or operand.is_contiguous() or not name.endswith("_"):
+        return None
+    if not is_non_overlapping_and_dense_or_false(operand):
+        return None  # a part: it is written into the whole, which is laid out as it is
+    anew = overload_of(f"{library}.{name[:-1]}.{overload}")
+    if anew is None:
+        return None
+    args, kwargs = pytree.tree_map_only(
+        FunctionalTensor, lambda tensor: torch._from_functional_tensor(tensor.elem), (args, kwargs)
+    )
+    with _disable_current_modes():
+        result = anew(*args, **kwargs)
+    return None if same_layout(result, operand.stride()) else anew
 
 
 @contextlib.contextmanager

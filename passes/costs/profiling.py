@@ -416,7 +416,7 @@ def made_up_operands(node: Node) -> list[Tensor]:
 
 
 def _make_acceptable(node: Node, tensors: Mapping[Value, Tensor]) -> None:
-    """Sets the whole numbers of an operation that accepts no zeros, or that takes least with them."""
+    """Sets numbers of an operation that accepts no made-up ones, or takes least with them."""
     name = node.op.split(".")[1]
     place = _ONES.get(name.removesuffix("_"))
     operand = None if place is None else node.arguments[place]
@@ -426,6 +426,8 @@ def _make_acceptable(node: Node, tensors: Mapping[Value, Tensor]) -> None:
     if name == "segment_reduce" and isinstance(lengths, Value):  # they add up to what is reduced
         reduced = node.operands[0].type.shape[len(lengths.type.shape) - 1]
         tensors[lengths][..., :1].fill_(reduced)
+    if name == "cholesky":  # of a positive matrix alone
+        tensors[node.operands[0]].zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
 
 
 _ONES = {

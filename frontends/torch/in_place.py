@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
@@ -38,10 +38,20 @@ class _Writing(TorchDispatchMode):
             return func(*args, **kwargs)
         self.depth += 1
         try:
+            if func is torch.ops.aten.bernoulli_.float:
+                func(_in_memory_order(args[0]), *args[1:], **kwargs)
+                return args[0]
             anew = _laid_out_otherwise(func, args, kwargs)
             return func(*args, **kwargs) if anew is None else args[0].copy_(anew(*args, **kwargs))
         finally:
             self.depth -= 1
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A view whose elements are in the order in which eager draws them; a trace draws row by row."""
+    if 0 in tensor.stride():
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _laid_out_otherwise(func: Any, args: Any, kwargs: Any) -> Any:

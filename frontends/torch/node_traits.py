@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir import Node, TensorType, Trait, UnsupportedError, Value, nondeterminism
-from .fixups.tangent_layouts import is_expanded
+from ...ir import Node, Trait, UnsupportedError, Value, nondeterminism
 
-__all__ = ["check_draw", "draws", "ignores_statistics", "operands_of", "traits_of"]
+__all__ = ["draws", "ignores_statistics", "operands_of", "traits_of"]
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -41,26 +40,6 @@ def traits_of(node: Node, traced: fx.Node) -> frozenset[Trait]:
     if _SEEDED in target.tags and not _draws_nothing(node.op, node.arguments):
         return frozenset({Trait.RANDOM})
     return frozenset() if nondeterminism(node) is None else frozenset({Trait.NONDETERMINISTIC})
-
-
-def check_draw(node: Node) -> None:
-    """Refuses bernoulli_ on strided memory: what it is traced as draws the elements in another order.
-
-    The mask of an expanded tensor, for which torch.vmap asks, is a tensor of its own and drawn in order.
-    """
-    if node.op != "aten.bernoulli.p":
-        return
-    type = node.operands[0].type
-    if is_expanded(type.shape, type.strides):
-        return
-    rows = TensorType.contiguous(type.shape, type.dtype, type.device).strides
-    if any(n > 1 and a != b for n, a, b in zip(type.shape, type.strides, rows, strict=True)):
-        raise UnsupportedError(
-            "IRC339",
-            "an in-place random mask (dropout) on a tensor that is not contiguous would come out permuted",
-            at=node.at,
-            help="call contiguous() on the tensor first, or drop out without inplace=True",
-        )
 
 
 def _draws_nothing(op: str, arguments: Iterable[object]) -> bool:

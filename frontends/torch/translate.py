@@ -50,7 +50,7 @@ from .fixups.tangent_layouts import is_expanded
 from .generators import Generators
 from .in_place import is_in_place
 from .loss_terms import kept_bytes
-from .node_traits import check_draw, draws, ignores_statistics, operands_of, traits_of
+from .node_traits import draws, ignores_statistics, operands_of, traits_of
 from .place_annotations import Note, note_of
 from .provenance import location_of
 from .traced_results import TracedResults
@@ -103,7 +103,7 @@ def translate(joint: JointWithDescriptors, generators: Generators) -> Translatio
     Raises:
         UnsupportedError: IRC334 for a value that is not a tensor, IRC335 for an operation outside the
             operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
-            read through a view, IRC339 for a draw whose order would change, IRC554 for a checkpoint policy
+            read through a view, IRC554 for a checkpoint policy
             that moves results to the host.
     """
     return _Translator(joint, generators).run()
@@ -287,7 +287,6 @@ class _Translator:
             region=region,
             at=location_of(node),
         )
-        check_draw(operation)
         if (note := note_of(node)) is not None:
             self.notes[node.name] = note
         traits = traits_of(operation, node)

@@ -320,17 +320,6 @@ def test_a_write_into_an_input_that_asks_for_a_gradient_is_refused(x: Tensor) ->
         capture(Model(lambda m, x: m.lin(x.mul_(2.0))), (x.requires_grad_() * 1.0,))
 
 
-def test_a_draw_that_would_come_out_in_another_order_is_refused(x: Tensor) -> None:
-    """Traced, an in-place bernoulli_ becomes one that fills in logical order; in memory it is by strides."""
-    module = Model(lambda m, x: functional.dropout(m.lin(x).t() * 1.0, 0.5, inplace=True))
-    with pytest.raises(UnsupportedError) as raised:
-        capture(module, (x,))
-    assert raised.value.code == "IRC339" and "contiguous() on the tensor first" in str(raised.value.help)
-    assert raised.value.at is not None and raised.value.at.source is not None
-    contiguous = Model(lambda m, x: functional.dropout(m.lin(x).t().contiguous() * 1.0, 0.5, inplace=True))
-    assert_trains_as_eager(contiguous, x)
-
-
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_dropout_under_vmap_draws_as_eager_does(randomness: str, x: Tensor) -> None:
     """torch.vmap draws the mask of an expanded tensor, which is no place to write into."""

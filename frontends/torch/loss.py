@@ -41,7 +41,8 @@ def loss_bytes(
 
     Returns:
         Bytes at the loss's own peak; bytes that stay until backward returns: the loss and its gradient; and
-        bytes that it holds between its forward and its backward.
+        bytes that it holds between its forward and its backward, with its own gradient: one backward of
+        several losses makes those first.
     """
     if loss is None:
         return _unknown_bytes(result_leaves)
@@ -81,8 +82,8 @@ def _modelled_bytes(
             scalar = _called(loss, as_result(leaves, result_tree))
             torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
             numbers = trace.number_bytes
-            saved = trace.alive_bytes + numbers
             seed = torch.ones_like(scalar)
+            saved = trace.alive_bytes + numbers
             with dry_run(loss):
                 gradients = gradients_of(scalar, trained, seed)
         arriving = Arriving.of(gradients, trained)

@@ -158,15 +158,14 @@ class _Steps:
         made = {id(leaf): _made_up(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)}
         outputs = [output for output in made.values() if output.requires_grad]
 
-        def forward() -> Tensor:
+        def forward() -> tuple[Tensor, Tensor]:
             torch.clear_autocast_cache()  # a region of autocast begins and ends with none
             scalar = self.loss(as_result([made.get(id(x), x) for x in self.leaves], self.tree))
             torch.clear_autocast_cache()
-            return scalar
+            return scalar, torch.ones_like(scalar)
 
         def step() -> Any:
-            scalar = forward()
-            seed = torch.ones_like(scalar)
+            scalar, seed = forward()
             return scalar, seed, gradients_of(scalar, outputs, seed)
 
         self.arriving = Arriving.of(step()[2], outputs)

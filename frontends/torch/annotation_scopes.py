@@ -23,7 +23,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils import checkpoint as torch_checkpoint
 
 from ...ir import Annotation, Policy
-from .fixups.kernel_layouts import same_layout
+from .fixups.kernel_layouts import in_layout
 from .source_lines import user_line
 
 __all__ = ["MARKS", "Scope", "Scopes", "is_inside"]
@@ -226,9 +226,7 @@ class _Leaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if same_layout(gradient, ctx.strides):
-            return gradient
-        return gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
+        return in_layout(gradient, ctx.strides)
 
 
 def _as_leaf(argument: Any) -> Any:

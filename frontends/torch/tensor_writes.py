@@ -1,15 +1,23 @@
 """Watches a forward for writes into tensors that a trace does not see, or not as they are."""
 
+# Versions and views of tensors have no public interface.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir import THROUGH_DYNAMO, Location, UnsupportedError
+from .fixups.kernel_layouts import in_layout
 from .source_lines import user_line
 
 __all__ = ["DataAssignedError", "TensorWrites"]
@@ -25,6 +33,9 @@ class DataAssignedError(UnsupportedError):
 class TensorWrites(TorchFunctionMode):
     """Refuses that a forward gives a tensor other data: the graph would go on with what it had before.
 
+    The gradient of a view of what is written afterwards is laid out as the view is: there eager's autograd
+    puts `as_strided` in place of what made the view.
+
     Args:
         parts: Takes the lines that compute in place in a part of a tensor whose elements do not lie together.
             The trace computes them apart, and a function of the result goes through other vectors of the
@@ -37,6 +48,8 @@ class TensorWrites(TorchFunctionMode):
     def __init__(self, parts: set[str]) -> None:
         super().__init__()
         self.parts = parts
+        self._views = WeakTensorKeyDictionary()
+        """Those that have gradients, with the number of writes into their memory so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:
@@ -57,11 +70,28 @@ class TensorWrites(TorchFunctionMode):
                 raise _no_gradient()
         if _computes_in_place(getattr(func, "__name__", "")) and args and _is_loose(args[0]):
             self.parts.add(_line() or "a library")
-        return func(*args, **(kwargs or {}))
+        writes = args[0]._version if args and isinstance(args[0], Tensor) else None
+        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            for view in (each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)):
+                if view.requires_grad and view._is_view():
+                    self._views[view] = view._version
+            if writes is not None and args[0]._version != writes:
+                self._lay_out_gradients()
+        return result
+
+    def _lay_out_gradients(self) -> None:
+        """Lays out the gradients of the views whose memory was written, but for those that were written."""
+        for view, writes in list(self._views.items()):
+            if view._version != writes:
+                self._views[view] = view._version
+                # torch crashes if a view has hooks before the function of its gradient is made anew
+                if is_non_overlapping_and_dense_or_false(view) and view.grad_fn is not None:
+                    view.register_hook(partial(in_layout, strides=view.stride()))
 
 
 def _no_gradient() -> UnsupportedError:
-    line = user_line(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
+    line = user_line(sys._getframe(2))
     return UnsupportedError(
         "IRC338",
         "the forward takes requires_grad from an argument or a parameter, or from what is computed",
@@ -71,7 +101,7 @@ def _no_gradient() -> UnsupportedError:
 
 
 def _line() -> str | None:
-    return user_line(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
+    return user_line(sys._getframe(2))
 
 
 def _computes_in_place(name: str) -> bool:

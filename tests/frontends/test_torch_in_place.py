@@ -54,3 +54,35 @@ def test_a_write_leaves_a_tensor_laid_out_as_it_is(name: str, is_view: bool) -> 
     result.square().sum().backward()
     assert torch.equal(result, expected)
     assert gradient is not None and model.scale.grad is not None and torch.equal(model.scale.grad, gradient)
+
+
+class _Beside(nn.Module):
+    """A view of what is written after the view was made."""
+
+    def __init__(self, is_detached: bool) -> None:
+        super().__init__()
+        self.is_detached = is_detached
+        self.scale, self.norm = nn.Parameter(torch.ones(8)), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.norm((x * self.scale).transpose(1, 2)) * 1.5
+        view = base.transpose(1, 2)
+        (view.detach() if self.is_detached else base).add_(1)
+        return view
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_the_gradient_of_a_view_of_what_is_written_later_is_laid_out_as_the_view(is_detached: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Beside(is_detached), torch.randn(2, 6, 8)
+    layout = torch.randn(8, 6, 2).permute(2, 1, 0)
+    gradients: list[list[Tensor | None]] = []
+    for trained in (
+        model,
+        irc.optimize(model, (x,), "100%", loss=lambda y: (y * layout).sum(), time_limit=1),
+    ):
+        (trained(x) * layout).sum().backward()
+        gradients.append([parameter.grad for parameter in trained.parameters()])
+        trained.zero_grad()
+    for expected, gradient in zip(*gradients, strict=True):
+        assert expected is not None and gradient is not None and torch.equal(expected, gradient)

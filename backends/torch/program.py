@@ -277,7 +277,7 @@ def _differentiable(
     return tuple(k for k, i in enumerate(statics) if i.requires_grad and _gradient_target(i) in flows)
 
 
-_SUM = "aten.add.Tensor"
+_SUM, _COPY = "aten.add.Tensor", "aten.clone.default"
 
 
 def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int, str]]:
@@ -287,7 +287,10 @@ def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int,
     released = {node.operands[0]: node.operands[1] for node in graph.releases}
     for index, static in enumerate(statics):
         gradient = released.get(static.value, gradients.get(_gradient_target(static)))
-        if gradient in producers and producers[gradient].op == _SUM:
+        maker = producers.get(gradient) if gradient is not None else None
+        if maker is not None and maker.op == _COPY:  # it is laid out as the parameter is
+            maker = producers.get(maker.operands[0])
+        if maker is not None and maker.op == _SUM:
             readers = [n for n in graph.nodes if n.region is Region.FORWARD and static.value in n.operands]
             lines = sorted({str(n.at.source) for n in readers if n.at is not None and n.at.source})
             where = f" ({', '.join(lines)})" if lines else ""

@@ -93,6 +93,27 @@ def test_all_names_of_a_tied_parameter_are_named() -> None:
     assert tensors == [("0.weight", "1.0.weight"), ("0.bias", "1.0.bias")]
 
 
+class _Einsum(nn.Module):
+    """Two uses of a weight whose gradients come transposed: their sum is laid out as the weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.einsum("bld,bmd,ml->bld", x, x, self.weight)
+        return x
+
+
+def test_several_uses_whose_sum_is_laid_out_anew_are_named() -> None:
+    torch.manual_seed(0)
+    module, x = _Einsum(), torch.randn(4, 6, 8)
+    fitted: Any = irc.optimize(module, (x,), "100%", costs="analytic", loss=lambda y: y.square().mean())
+    (fitted(x).square().mean() + 1e-2 * _penalty(fitted)).backward()
+    assert [rounding.tensors for rounding in fitted.plan.roundings] == [("weight",)]
+
+
 def test_a_gradient_in_a_layout_that_the_loss_did_not_tell_is_named() -> None:
     torch.manual_seed(0)
     module, x, gradient = nn.Linear(8, 8), torch.randn(16, 8), torch.randn(8, 16).t()

@@ -58,6 +58,7 @@ from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
 from .fixups.casts_within import refuse_casts_within
 from .fixups.composite_ops import composite_operations
+from .fixups.compressed_layouts import refuse_compressed_layouts
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
 from .fixups.module_hooks import module_hooks
@@ -503,6 +504,7 @@ def _trace(
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
     stack.enter_context(refuse_casts_within())
+    stack.enter_context(refuse_compressed_layouts())
     stack.enter_context(gradients_by_zeros())
     stack.enter_context(tangent_layouts(flat.layouts))
     stack.enter_context(composites_on_meta((*flat.parameters(), *flat.buffers(), *tensors)))

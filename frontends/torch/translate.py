@@ -46,6 +46,7 @@ from ...ir import (
 )
 from ...torch_support.arguments import constant_symbol
 from ...torch_support.element_types import element_type
+from .fixups.compressed_layouts import DENSE_ALONE
 from .fixups.tangent_layouts import is_expanded
 from .generators import Generators
 from .in_place import is_in_place
@@ -162,8 +163,7 @@ class _Translator:
             raise UnsupportedError(
                 "IRC334",
                 f"{_described(node)} a {tensor.layout} tensor",
-                help="a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense(); or "
-                f"{THROUGH_DYNAMO}",
+                help=DENSE_ALONE,
                 at=location_of(node) or next(filter(None, map(location_of, node.users)), None),
             )
         handle = tensor.untyped_storage()

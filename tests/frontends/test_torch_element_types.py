@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
+from irc.frontends.torch import capture
 from irc.ir import DType, UnsupportedError
 from irc.torch_support.element_types import element_type
 
@@ -61,3 +63,33 @@ def test_a_type_without_a_name_is_refused_by_its_own() -> None:
     tensor: Any = SimpleNamespace(dtype="torch.float3")
     with pytest.raises(UnsupportedError, match=r"IRC350.*elements of type float3"):
         element_type(tensor)
+
+
+class _Sparse(nn.Module):
+    def __init__(self, compressed: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.compressed = nn.Linear(4, 4), compressed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        return self.compressed(y) @ y
+
+
+@pytest.mark.parametrize(
+    "compressed",
+    [
+        lambda y: y.to_sparse(layout=torch.sparse_csr),
+        lambda y: y.to_sparse_csr(),
+        lambda y: y.to_sparse_csc(),
+        lambda y: y.to_sparse_bsr((2, 2)),
+        lambda y: y.to_sparse_bsc((2, 2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_compressed_sparse_tensors_are_refused_before_the_tracer_ends_the_process(
+    compressed: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        capture(_Sparse(compressed), (torch.randn(4, 4),))
+    assert caught.value.code == "IRC334" and "tensor" in caught.value.message
+    assert caught.value.at is not None and "test_torch_element_types" in str(caught.value.at)

@@ -70,13 +70,15 @@ class TensorWrites(TorchFunctionMode):
                 raise _no_gradient()
         if _computes_in_place(getattr(func, "__name__", "")) and args and _is_loose(args[0]):
             self.parts.add(_line() or "a library")
-        writes = args[0]._version if args and isinstance(args[0], Tensor) else None
+        # a tensor of inference counts no writes, and no gradient goes through it
+        counts = bool(args) and isinstance(args[0], Tensor) and not args[0].is_inference()
+        writes = args[0]._version if counts else None
         result = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             for view in (each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)):
                 if view.requires_grad and view._is_view():
                     self._views[view] = view._version
-            if writes is not None and args[0]._version != writes:
+            if counts and args[0]._version != writes:
                 self._lay_out_gradients()
         return result
 

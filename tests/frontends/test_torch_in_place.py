@@ -86,3 +86,19 @@ def test_the_gradient_of_a_view_of_what_is_written_later_is_laid_out_as_the_view
         trained.zero_grad()
     for expected, gradient in zip(*gradients, strict=True):
         assert expected is not None and gradient is not None and torch.equal(expected, gradient)
+
+
+def test_what_is_computed_in_inference_mode_counts_no_writes() -> None:
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            with torch.inference_mode():
+                y.mean().mul_(2)
+            return y
+
+    model, x = Measured(), torch.randn(2, 8)
+    assert torch.equal(irc.optimize(model, (x,), "100%", costs="analytic")(x), model.layer(x))

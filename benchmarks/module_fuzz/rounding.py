@@ -7,8 +7,8 @@ That measure fails where a tensor is noise in itself. The gradient of a bias bef
 exact value is zero: its largest element is what rounding left of far larger terms. Numbers that were computed
 in 16 bits and stored in 32 have the noise of 16. So where a named tensor differs by more, eager's own noise
 is measured, by Monte Carlo arithmetic: its step runs three times with each number that an operation computes
-moved by one ulp of its type, up or down by chance. The tensor may differ by ten times the median of how far
-that moves it: an operation that adds terms in another order is off by more than one ulp of its result. A
+moved by one ulp of its type, up or down by chance. The tensor may differ by ten times the most
+that this moves it: an operation that adds terms in another order is off by more than one ulp of its result. A
 wrong gradient differs by its own size, which is millions of ulps.
 
 Source:
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +154,7 @@ def noise(program: Program, records: Sequence[StepRecord]) -> dict[str, float]:
         records: Eager's.
 
     Returns:
-        The largest shift in any record of each tensor, by name: where a sum cancels out, one record tells
+        The largest shift of each tensor in any record and run, by name: where a sum cancels out, one tells
         little. None if a step cannot run so.
     """
     try:
@@ -164,10 +163,8 @@ def noise(program: Program, records: Sequence[StepRecord]) -> dict[str, float]:
     except Exception:
         return {}  # an operation that no mode can see: 100 ulp are then all that passes
     largest_shifts: dict[str, float] = {}
-    for same in zip(*runs, strict=True):
-        for name in same[0]:
-            shift = statistics.median(shifts[name] for shifts in same)
-            largest_shifts[name] = max(shift, largest_shifts.get(name, 0.0))
+    for name, shift in (each for steps in runs for shifts in steps for each in shifts.items()):
+        largest_shifts[name] = max(shift, largest_shifts.get(name, 0.0))
     return largest_shifts
 
 

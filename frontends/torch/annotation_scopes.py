@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,26 +212,40 @@ class _Reentrant:
             torch.set_grad_enabled(enabled),
             scopes.checkpoint(where, keeps_draws=preserve, is_reentrant=enabled),
         ):
-            return function(*map(_as_leaf, args) if enabled else args)
+            return function(*_with_leaves(args) if enabled else args)
 
 
-class _Leaf(torch.autograd.Function):
-    """A tensor whose gradient is laid out as it is itself: eager's checkpoint accumulates it in a leaf."""
+class _Leaves(torch.autograd.Function):
+    """Tensors whose gradients are laid out as they are: eager's checkpoint accumulates them in leaves.
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        dense = is_non_overlapping_and_dense_or_false(tensor)
-        ctx.strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        return tensor.view_as(tensor)
+    One function makes all of them, so that gradients of one tensor that is passed several times are added in
+    eager's order. They are no views, of which torch refuses to write into the base under `no_grad`.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return in_layout(gradient, ctx.strides)
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.strides = [
+            tensor.stride()
+            if is_non_overlapping_and_dense_or_false(tensor)
+            else torch.empty(tensor.shape, device="meta").stride()
+            for tensor in tensors
+        ]
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(
+            gradient if gradient is None else in_layout(gradient, strides)
+            for gradient, strides in zip(gradients, ctx.strides, strict=True)
+        )
 
 
-def _as_leaf(argument: Any) -> Any:
-    asks = isinstance(argument, Tensor) and argument.requires_grad
-    return _Leaf.apply(argument) if asks else argument
+def _with_leaves(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments, with leaves in place of the tensors that ask for a gradient."""
+    asking = [isinstance(argument, Tensor) and argument.requires_grad for argument in arguments]
+    leaves: Iterator[Tensor] = iter(_Leaves.apply(*itertools.compress(arguments, asking)))  # pyright: ignore
+    return [next(leaves) if asks else argument for argument, asks in zip(arguments, asking, strict=True)]
 
 
 def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None]:

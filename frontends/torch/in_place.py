@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ...torch_support.operations import overload_of
 from .fixups.kernel_layouts import same_layout
+from .fixups.tangent_layouts import is_expanded
 
 __all__ = ["is_in_place", "noting_writes"]
 
@@ -49,7 +50,7 @@ class _Writing(TorchDispatchMode):
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """A view whose elements are in the order in which eager draws them; a trace draws row by row."""
-    if 0 in tensor.stride():
+    if is_expanded(tensor.shape, tensor.stride()):
         return tensor
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
@@ -60,6 +61,8 @@ def _laid_out_otherwise(func: Any, args: Any, kwargs: Any) -> Any:
     library, name, overload = str(func).split(".")
     if not isinstance(operand, FunctionalTensor) or operand.is_contiguous() or not name.endswith("_"):
         return None
+    if torch.Tag.inplace_view in func.tags:
+        return None  # `t_` and `resize_` change the layout, and no numbers
     if not is_non_overlapping_and_dense_or_false(operand):
         return None  # a part: it is written into the whole, which is laid out as it is
     anew = overload_of(f"{library}.{name[:-1]}.{overload}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from .source_lines import user_line
 
 __all__ = ["DataAssignedError", "TensorWrites"]
 
+_autograd, _functorch = cast(Any, torch._C)._autograd, cast(Any, torch._C)._functorch
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _SWITCHES = torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__
 
@@ -70,15 +72,16 @@ class TensorWrites(TorchFunctionMode):
                 raise _no_gradient()
         if _computes_in_place(getattr(func, "__name__", "")) and args and _is_loose(args[0]):
             self.parts.add(_line() or "a library")
-        # a tensor of inference counts no writes, and no gradient goes through it
-        counts = bool(args) and isinstance(args[0], Tensor) and not args[0].is_inference()
-        writes = args[0]._version if counts else None
+        operands = _tensors((args[:1], (kwargs or {}).get("out")))
+        writes = [operand._version for operand in operands]
         result = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
-            for view in (each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)):
-                if view.requires_grad and view._is_view():
+            if getattr(func, "__name__", "").startswith("_foreach_") and func.__name__.endswith("_"):
+                _count_writes(operands, writes)
+            for view in _tensors(result):
+                if view.requires_grad and view._is_view() and _follows_writes(view):
                     self._views[view] = view._version
-            if counts and args[0]._version != writes:
+            if writes != [operand._version for operand in operands]:
                 self._lay_out_gradients()
         return result
 
@@ -90,6 +93,43 @@ class TensorWrites(TorchFunctionMode):
                 # torch crashes if a view has hooks before the function of its gradient is made anew
                 if is_non_overlapping_and_dense_or_false(view) and view.grad_fn is not None:
                     view.register_hook(partial(in_layout, strides=view.stride()))
+
+
+def _tensors(values: object) -> list[Tensor]:
+    """Those that count writes, without what torch.vmap wraps them in.
+
+    Tensors of inference count none, and torch cannot put hooks on those of torch.func's gradients.
+    """
+    tensors: list[Tensor] = []
+    for tensor in pytree.tree_leaves(values):
+        while isinstance(tensor, Tensor) and _functorch.is_batchedtensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        if (
+            isinstance(tensor, Tensor)
+            and not tensor.is_inference()
+            and not _functorch.is_functorch_wrapped_tensor(tensor)
+        ):
+            tensors.append(tensor)
+    return tensors
+
+
+def _count_writes(written: Sequence[Tensor], writes: Sequence[int]) -> None:
+    """Counts a write into each tensor of a list, as eager's operations on lists do; traced, they count none.
+
+    Without it, gradients of views of these tensors would pass the operation by.
+    """
+    for tensor, before in zip(written, writes, strict=True):
+        if tensor._version == before:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _follows_writes(view: Tensor) -> bool:
+    """Whether torch makes the function of a view's gradient anew when the base is written.
+
+    Torch refuses it for views by `unbind`, by functions of the user's and under `no_grad`, as soon as the
+    function is asked for: a forward that does not read them afterwards trains.
+    """
+    return _autograd._get_creation_meta(view) == _autograd.CreationMeta.DEFAULT
 
 
 def _no_gradient() -> UnsupportedError:

@@ -426,6 +426,36 @@ def test_the_gradient_of_what_a_reentrant_checkpoint_is_given_is_laid_out_as_it_
     assert all(map(torch.equal, *gradients))
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, -1) @ v + q * k
+
+
+def clamped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        q.clamp_(-1, 1)
+    return q.tanh()
+
+
+@pytest.mark.parametrize("function", [attention, clamped])
+def test_what_a_reentrant_checkpoint_is_given_gets_the_gradient_of_eager(
+    function: Callable[..., Tensor],
+) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x * m.a.weight
+        return checkpoint(function, y, y, y, use_reentrant=True) + (x * m.a.weight).sin()
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8)
+    slopes = nn.PReLU(8)
+    nn.init.uniform_(slopes.weight)
+    original = Calls(forward, a=slopes)
+    ours = fitted(copy.deepcopy(original), x)
+    for module in (original, ours):
+        (module(x).square() * torch.linspace(0, 1, 8)).sum().backward()
+    gradients: Any = [[parameter.grad for parameter in module.parameters()] for module in (original, ours)]
+    assert all(map(torch.equal, *gradients))
+
+
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_parameter_of_two_reentrant_checkpoints_is_named_and_cast_in_each(*, cast: bool) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:

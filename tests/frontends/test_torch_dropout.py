@@ -92,6 +92,19 @@ def test_the_numbers_within_modules_are_those_of_eager(name: str, dtype: torch.d
     assert_draws_the_same(FULL[name], 0.15, dtype)
 
 
+def test_the_gradient_of_rrelu_without_noise_is_laid_out_as_its_operand() -> None:
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.linspace(0.5, 1.5, SHAPE[-1])), torch.randn(SHAPE)
+    module = Model(lambda m, x, p: functional.rrelu((x * m.weight).transpose(0, 1)), 0.0, torch.float32)
+    module.weight = weight
+    gradients: list[Tensor | None] = []
+    for trained in (module, fitted(module, x)):
+        trained(x).square().sum().backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert gradients[0] is not None and gradients[1] is not None and torch.equal(gradients[0], gradients[1])
+
+
 def test_rrelu_of_a_transposed_tensor_is_laid_out_as_by_eager() -> None:
     module = Model(lambda m, x, p: functional.rrelu(x.mT, 0.1, 0.3, True), 0.0, torch.float32)
     x = torch.randn(SHAPE)

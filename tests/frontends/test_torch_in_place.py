@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
+from irc.frontends.torch.fixups.kernel_layouts import same_layout
 
 FEW, ROW = torch.tensor([0, 2]), torch.zeros(2, 1, 8, dtype=torch.long)
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -102,3 +103,99 @@ def test_what_is_computed_in_inference_mode_counts_no_writes() -> None:
 
     model, x = Measured(), torch.randn(2, 8)
     assert torch.equal(irc.optimize(model, (x,), "100%", costs="analytic")(x), model.layer(x))
+
+
+def _read_under_no_grad(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        view = y.view(2, 6, 8)
+    return y.sub_(view.mean())
+
+
+def _read_by(views_of: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def forward(y: Tensor) -> Tensor:
+        views = views_of(y)
+        total = views[0] + views[1]
+        return y.mul_(1.5) + total.sum()
+
+    return forward
+
+
+def _written_as_list(y: Tensor) -> Tensor:
+    view = y.transpose(0, 1)
+    vars(torch)["_foreach_mul_"]([y], 3.0)
+    return view
+
+
+class _AsGiven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+def _func_gradient(y: Tensor) -> Tensor:
+    def total(z: Tensor) -> Tensor:
+        written = z.square()
+        view = written.transpose(0, 1)
+        written.add_(1)
+        return view.sum()
+
+    return torch.func.grad(total)(y)
+
+
+def _mapped(row: Tensor) -> Tensor:
+    written = row * 1.5
+    view = written.t()
+    written.add_(1)
+    return view
+
+
+FORWARDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t_": lambda y: y[0].t().t_(),
+    "squeeze_": lambda y: y.transpose(0, 1)[None].squeeze_(0),
+    "unsqueeze_": lambda y: y.transpose(0, 1).unsqueeze_(0),
+    "as_strided_": lambda y: y.transpose(0, 1).as_strided_((2, 6, 8), (48, 8, 1)),
+    "resize_": lambda y: y * y.detach().transpose(0, 1).clone().resize_(2, 6, 8),
+    "bernoulli_": lambda y: y * torch.empty_strided((1, 2, 6, 8), (0, 8, 16, 1)).bernoulli_(0.5)[0],
+    "a view under no_grad": _read_under_no_grad,
+    "views by unbind": _read_by(lambda y: y.unbind()),
+    "views by iteration": _read_by(list),
+    "a view of a function of one's own": _read_by(_AsGiven.apply),  # pyright: ignore[reportArgumentType]
+    "a list": _written_as_list,
+    "torch.func": _func_gradient,
+    "torch.vmap": lambda y: torch.vmap(_mapped)(y),
+}
+
+
+class _Scaled(nn.Module):
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.function = nn.Parameter(torch.linspace(0.5, 1.5, 8)), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.scale).tanh()
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_eager_writes_in_place_trains_with_its_numbers(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Scaled(FORWARDS[name]), torch.randn(2, 6, 8)
+    numbers = torch.randn(96)
+
+    def loss(result: Tensor) -> Tensor:
+        return (result.square() * numbers[: result.numel()].view(result.shape)).sum()
+
+    results: list[Tensor] = []
+    for trained in (model, irc.optimize(model, (x,), "100%", loss=loss, costs="analytic", time_limit=1)):
+        torch.manual_seed(1)
+        result = trained(x)
+        loss(result).backward()
+        assert model.scale.grad is not None
+        results += [result.detach(), model.scale.grad]
+        model.scale.grad = None
+    expected, expected_gradient, result, gradient = results
+    assert same_layout(result, expected.stride())
+    assert torch.equal(result, expected) and torch.equal(gradient, expected_gradient)

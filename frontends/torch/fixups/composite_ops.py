@@ -93,9 +93,12 @@ def _needs_vectors(data: Tensor) -> bool:
 def _rrelu(
     data: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Tensor:
-    """Eager's result is contiguous; of the operation that a trace takes for it, it is laid out as `data`."""
+    """Eager's result is contiguous; of the operation that a trace takes for it, it is laid out as `data`.
+
+    The operand stays as it is: without noise, the gradient is laid out as the operand.
+    """
     noise = torch.empty_like(data, memory_format=torch.contiguous_format)
-    return torch.ops.aten.rrelu_with_noise(data.contiguous(), noise, lower, upper, training, generator)
+    return torch.ops.aten.rrelu_with_noise(data, noise, lower, upper, training, generator).contiguous()
 
 
 def _overloads() -> list[Any]:

@@ -42,8 +42,8 @@ class _Writing(TorchDispatchMode):
             if func is torch.ops.aten.bernoulli_.float:
                 func(_in_memory_order(args[0]), *args[1:], **kwargs)
                 return args[0]
-            anew = _laid_out_otherwise(func, args, kwargs)
-            return func(*args, **kwargs) if anew is None else args[0].copy_(anew(*args, **kwargs))
+            functional = _laid_out_otherwise(func, args, kwargs)
+            return func(*args, **kwargs) if functional is None else args[0].copy_(functional(*args, **kwargs))
         finally:
             self.depth -= 1
 
@@ -65,15 +65,15 @@ def _laid_out_otherwise(func: Any, args: Any, kwargs: Any) -> Any:
         return None  # `t_` and `resize_` change the layout, and no numbers
     if not is_non_overlapping_and_dense_or_false(operand):
         return None  # a part: it is written into the whole, which is laid out as it is
-    anew = overload_of(f"{library}.{name[:-1]}.{overload}")
-    if anew is None:
+    functional = overload_of(f"{library}.{name[:-1]}.{overload}")
+    if functional is None:
         return None
     args, kwargs = pytree.tree_map_only(
         FunctionalTensor, lambda tensor: torch._from_functional_tensor(tensor.elem), (args, kwargs)
     )
     with _disable_current_modes():
-        result = anew(*args, **kwargs)
-    return None if same_layout(result, operand.stride()) else anew
+        result = functional(*args, **kwargs)
+    return None if same_layout(result, operand.stride()) else functional
 
 
 @contextlib.contextmanager

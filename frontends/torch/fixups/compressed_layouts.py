@@ -56,4 +56,4 @@ def refuse_compressed_layouts() -> contextlib.AbstractContextManager[None]:
     Raises:
         UnsupportedError: IRC334, from the forward that calls it.
     """
-    return with_kernels({each: {DispatchKey.Autograd: _kernel(each)} for each in _LAYOUTS})
+    return with_kernels({key: {DispatchKey.Autograd: _kernel(key)} for key in _LAYOUTS})

@@ -306,8 +306,8 @@ def _caching_whole_storages_alone() -> contextlib.AbstractContextManager[Any]:
 
     def make_entry(mode: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if not getattr(func, "is_view", False):
-            made = [t for t in tensors_of(output) if all(t is not operand for operand in args)]
-            if any(map(_has_room, made)):
+            results = [t for t in tensors_of(output) if all(t is not operand for operand in args)]
+            if any(map(_has_room, results)):
                 raise _BypassDispatchCache("a storage larger than its tensor")
         return before(mode, state, key, func, args, kwargs, output)
 

@@ -284,14 +284,14 @@ class _Programme:
                 active = True if run.is_active is None else run.is_active
                 taken_bytes = 0 if run.is_active is None else running[node]
                 # a run that writes over what it reads takes less than it makes, and no demand is negative
-                is_over = taken_bytes < 0
+                writes_over = taken_bytes < 0
                 for storage, end in run.ends.items():
                     if storage.nbytes:
-                        size = self.model.new_int_var(1 - is_over, len(self.time_step_of), "")
+                        size = self.model.new_int_var(1 - writes_over, len(self.time_step_of), "")
                         add = self.model.new_optional_interval_var
-                        intervals.append(add(run.start + int(is_over), size, end, active, ""))
+                        intervals.append(add(run.start + int(writes_over), size, end, active, ""))
                         demands.append(self._units(storage.nbytes))
-                if is_over:
+                if writes_over:
                     taken_bytes += sum(storage.nbytes for storage in run.ends)
                 if taken_bytes:
                     fixed = self.model.new_optional_fixed_size_interval_var

@@ -56,14 +56,13 @@ from .counters import CounterReadError
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
-from .fixups.casts_within import refuse_casts_within
 from .fixups.composite_ops import composite_operations
-from .fixups.compressed_layouts import refuse_compressed_layouts
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
 from .fixups.module_hooks import module_hooks
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
+from .fixups.refused_operations import refused_operations
 from .fixups.scripted_parts import scripted_parts
 from .fixups.tangent_layouts import tangent_layouts
 from .fixups.tensor_hooks import tensor_hooks
@@ -503,8 +502,7 @@ def _trace(
     flat.seeing = stack.enter_context(noting_seeing_nodes())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
-    stack.enter_context(refuse_casts_within())
-    stack.enter_context(refuse_compressed_layouts())
+    stack.enter_context(refused_operations())
     stack.enter_context(gradients_by_zeros())
     stack.enter_context(tangent_layouts(flat.layouts))
     stack.enter_context(composites_on_meta((*flat.parameters(), *flat.buffers(), *tensors)))

@@ -33,6 +33,7 @@ from .state import State
 from .tensor_attributes import TensorAttributes, refuse_attributes_of_results
 from .tensor_writes import TensorWrites
 from .tracer import TRACE_MODES
+from .view_gradients import ViewGradients
 
 __all__ = ["FlatModule", "LossFails"]
 
@@ -111,6 +112,7 @@ class FlatModule(nn.Module):
             self.tied.as_one(),
             known_values(self.lengths),
             TensorWrites(self.parts),
+            ViewGradients(),
             GlobalSettings(),
         ):
             return self.call(*tensors)

@@ -1,4 +1,4 @@
-"""Notes, while a module is traced, which operations its code computes in place: a trace makes them anew."""
+"""Follows what a module writes in place while it is traced: a trace makes it anew, laid out as it was."""
 
 # Modes and tensors of the tracer have no public interface.
 # pyright: reportPrivateUsage=false
@@ -42,6 +42,8 @@ class _Writing(TorchDispatchMode):
             if func is torch.ops.aten.bernoulli_.float:
                 func(_in_memory_order(args[0]), *args[1:], **kwargs)
                 return args[0]
+            if loose := _laid_out(func, kwargs):
+                return _written_beside(func, args, kwargs, loose)
             functional = _laid_out_otherwise(func, args, kwargs)
             return func(*args, **kwargs) if functional is None else args[0].copy_(functional(*args, **kwargs))
         finally:
@@ -55,16 +57,37 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
+def _laid_out(func: Any, kwargs: Any) -> dict[str, Tensor]:
+    """Returns the tensors that are given for results (`out=`) and whose layout a trace would not keep."""
+    names = (each.name for each in func._schema.arguments if each.kwarg_only and each.alias_info is not None)
+    tensors = {name: kwargs[name] for name in names if isinstance(kwargs.get(name), FunctionalTensor)}
+    return {name: tensor for name, tensor in tensors.items() if _is_permuted(tensor)}
+
+
+def _written_beside(func: Any, args: Any, kwargs: Any, places: dict[str, Tensor]) -> Any:
+    """Runs an operation into new tensors, and copies these to their places."""
+    rows = {
+        name: torch.empty_like(place, memory_format=torch.contiguous_format) for name, place in places.items()
+    }
+    results = func(*args, **{**kwargs, **rows})
+    copied = {id(row): places[name].copy_(row) for name, row in rows.items()}
+    return pytree.tree_map(lambda result: copied.get(id(result), result), results)
+
+
+def _is_permuted(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory, in another order than rows do."""
+    return not tensor.is_contiguous() and is_non_overlapping_and_dense_or_false(tensor)
+
+
 def _laid_out_otherwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation that makes anew what one writes over its operand, if it lays that out otherwise."""
+    """Returns the functional form of a write over an operand, if it lays its result out otherwise."""
     operand = args[0] if args else None
     library, name, overload = str(func).split(".")
-    if not isinstance(operand, FunctionalTensor) or operand.is_contiguous() or not name.endswith("_"):
+    # a part is written into the whole, which is laid out as it is
+    if not isinstance(operand, FunctionalTensor) or not _is_permuted(operand) or not name.endswith("_"):
         return None
     if torch.Tag.inplace_view in func.tags:
         return None  # `t_` and `resize_` change the layout, and no numbers
-    if not is_non_overlapping_and_dense_or_false(operand):
-        return None  # a part: it is written into the whole, which is laid out as it is
     functional = overload_of(f"{library}.{name[:-1]}.{overload}")
     if functional is None:
         return None

@@ -46,7 +46,7 @@ from ...ir import (
 )
 from ...torch_support.arguments import constant_symbol
 from ...torch_support.element_types import element_type
-from .fixups.compressed_layouts import DENSE_ALONE
+from .fixups.refused_operations import DENSE_ALONE
 from .fixups.tangent_layouts import is_expanded
 from .generators import Generators
 from .in_place import is_in_place
@@ -104,8 +104,7 @@ def translate(joint: JointWithDescriptors, generators: Generators) -> Translatio
     Raises:
         UnsupportedError: IRC334 for a value that is not a tensor, IRC335 for an operation outside the
             operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
-            read through a view, IRC554 for a checkpoint policy
-            that moves results to the host.
+            read through a view, IRC554 for a checkpoint policy that moves results to the host.
     """
     return _Translator(joint, generators).run()
 

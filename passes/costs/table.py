@@ -261,8 +261,8 @@ def signature(node: Node) -> str:
     parts += [f"{key}={_describe(argument, words)}" for key, argument in node.own_keywords]
     form = f"#{KERNELS_FORM}" if node.op == FUSED else ""
     results = {value.storage: None for value in node.values}
-    made = " ".join(str(storage.nbytes) for storage in results if storage not in {v.storage for v in order})
-    return f"{node.op}{form}({', '.join(parts)}) -> {made}"
+    sizes = " ".join(str(storage.nbytes) for storage in results if storage not in {v.storage for v in order})
+    return f"{node.op}{form}({', '.join(parts)}) -> {sizes}"
 
 
 def shared_operands(node: Node) -> list[list[Value]]:

@@ -93,10 +93,10 @@ def _compare(whole: Node, pairs: Iterable[RowsOf]) -> Iterator[tuple[RowsOf, boo
     from ...torch_support.bits import same_bits
     from ..costs.profiling import made_up_operands, runner
 
-    given = made_up_operands(whole)
-    expected = _listed(runner(whole, given)())
+    inputs = made_up_operands(whole)
+    expected = _listed(runner(whole, inputs)())
     for pair in pairs:
-        operands = zip(given, pair.whole.operands, pair.part.operands, strict=True)
+        operands = zip(inputs, pair.whole.operands, pair.part.operands, strict=True)
         parts = [_part(tensor, pair, value, own.type) for tensor, value, own in operands]
         results = zip(pair.whole.results, expected, _listed(runner(pair.part, parts)()), strict=False)
         yield (

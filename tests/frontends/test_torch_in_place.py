@@ -1,4 +1,4 @@
-"""What is written in place stays laid out as it is, though the functional form lays its result out anew."""
+"""Writes in place: a tensor stays laid out as it is, though the functional form lays its result out anew."""
 
 from __future__ import annotations
 
@@ -53,6 +53,31 @@ def test_a_write_leaves_a_tensor_laid_out_as_it_is(name: str, is_view: bool) -> 
     result.square().sum().backward()
     assert torch.equal(result, expected)
     assert gradient is not None and model.scale.grad is not None and torch.equal(model.scale.grad, gradient)
+
+
+OUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cumsum": lambda x, out: torch.cumsum(x, 1, out=out),
+    "mul": lambda x, out: torch.mul(x, 2, out=out),
+    "sort": lambda x, out: torch.sort(x, out=(out, torch.empty(2, 6, 8, dtype=torch.long))),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_a_result_in_a_tensor_that_is_given_for_it_is_laid_out_as_that(name: str) -> None:
+    class Into(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.empty(6, 2, 8).transpose(0, 1)
+            returned = OUTS[name](x, out)
+            first = returned if isinstance(returned, Tensor) else returned[0]
+            return out * self.scale + first
+
+    model, x = Into(), torch.randn(2, 6, 8)
+    expected, result = model(x), irc.optimize(model, (x,), "100%", costs="analytic", time_limit=1)(x)
+    assert result.stride() == expected.stride() == (8, 16, 1) and torch.equal(result, expected)
 
 
 class _Beside(nn.Module):

@@ -13,7 +13,7 @@ from ...ir import Delivery
 from ...torch_support.autocast import without_autocast
 from ..torch.deliver import deliver_leaf
 from ..torch.program import Program
-from ..torch.step import in_layout
+from ..torch.step import arriving
 
 __all__ = ["Results"]
 
@@ -83,7 +83,7 @@ class Results:
         outputs = [output for output, _ in wanted]
         with without_autocast():  # as a training loop calls backward() after its autocast
             gradients = torch.autograd.grad(live.loss, outputs, seed, allow_unused=True)
-        return [in_layout(each, tangent) for each, (_, tangent) in zip(gradients, wanted, strict=True)]
+        return [arriving(each, tangent) for each, (_, tangent) in zip(gradients, wanted, strict=True)]
 
     def give_up(self) -> None:
         """Drops the micro-batches whose backward has not run."""

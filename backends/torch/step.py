@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from ...torch_support.autocast import autocast_state, would_cast
+from ...torch_support.layouts import in_layout
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_for_hooks, refuse_missing_gradients, refuse_saved_tensor_hooks
 from .live_forwards import LiveForwards
@@ -23,7 +24,7 @@ from .optimizer_in_backward import OptimizersInBackward, check_backward, check_p
 from .program import Program
 from .refuse_transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
-__all__ = ["in_layout", "run_step"]
+__all__ = ["arriving", "run_step"]
 
 
 def run_step(
@@ -153,7 +154,7 @@ def _run_backward(
         in_backward.pending.discard(ctx)
     saved, copies = _take_saved(ctx, program)
     tangents = [
-        in_layout(gradient, tangent)
+        arriving(gradient, tangent)
         for gradient, tangent in zip(gradients, program.tangents, strict=True)
         if tangent is not None
     ]
@@ -316,14 +317,10 @@ def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
             )
 
 
-def in_layout(gradient: Tensor | None, tangent: Input) -> Tensor:
+def arriving(gradient: Tensor | None, tangent: Input) -> Tensor:
     """Returns the gradient of an output in the layout that backward was traced with; zeros for None."""
     wanted = tangent.value.type
     if gradient is None:
         dtype: torch.dtype = getattr(torch, wanted.dtype.value)
         return torch.empty_strided(wanted.shape, wanted.strides, dtype=dtype, device=wanted.device).zero_()
-    if tuple(gradient.stride()) == wanted.strides:
-        return gradient
-    return torch.empty_strided(
-        wanted.shape, wanted.strides, dtype=gradient.dtype, device=gradient.device
-    ).copy_(gradient)
+    return in_layout(gradient, wanted.strides)

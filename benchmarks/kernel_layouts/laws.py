@@ -20,7 +20,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
-from irc.frontends.torch.fixups.kernel_layouts import Laws, same_layout, strides_by_law
+from irc.frontends.torch.fixups.kernel_layouts import Laws, strides_by_law
+from irc.torch_support.layouts import same_layout
 from irc.torch_support.pytree import tensors_of
 
 from .calls import Call, schema_calls

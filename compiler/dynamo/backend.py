@@ -201,8 +201,7 @@ class Backend:
     def plans(self) -> tuple[Plan, ...]:
         """The plans in force: one for each graph and each set of graphs that wait below it, oldest first."""
         with self._lock:
-            choices = (subgraph.choice for subgraph in self._budget.subgraphs.values())
-            return tuple(choice.plan for choice in choices if choice is not None)
+            return self._budget.plans
 
     @property
     def peak_bytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...backends.torch import PendingBackward, Program, compile_program, saved_values, storage_key
 from ...frontends.torch import CapturedGraph
-from ...ir import Graph, InputRole, OutputRole, Schedule, Value, verify_graph, verify_schedule
+from ...ir import Graph, InputRole, OutputRole, Rounding, Schedule, Value, verify_graph, verify_schedule
 from ...ir.scalars import Operand
 from ...passes.subgraphs.footprint import outputs_bytes, tangents_bytes
 from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
@@ -65,6 +65,12 @@ class Variant:
             for key in list(self._compiled)[:-_PROGRAMS]:
                 del self._compiled[key]
         return self._compiled[id(schedule)][1:]
+
+    @property
+    def noticed_roundings(self) -> tuple[Rounding, ...]:
+        """The roundings that its steps have shown, each once."""
+        programs = (program for _, program, _ in self._compiled.values())
+        return tuple({rounding: None for program in programs for rounding in program.noticed_roundings})
 
     def gradient_bytes(self) -> list[int]:
         """For each static input the bytes of its gradient, 0 if there is none."""

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ...backends.torch import AliveTensors, held_by_history
-from ...ir import BudgetError, TimeLimitError, format_bytes
+from ...ir import BudgetError, Plan, TimeLimitError, format_bytes
 from ...passes import CheckpointProblem
 from ...passes.remat.choice import GAP
 from ...passes.subgraphs.choose_together import choose_together
@@ -278,6 +278,18 @@ class StepBudget:
         for key in [key for key in self.subgraphs if id(variant) in key]:
             self._drop(key)
         self._variants.pop(id(variant), None)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans in force, oldest first, with the roundings that their steps have shown."""
+        choices = [(key, part.choice) for key, part in self.subgraphs.items() if part.choice is not None]
+        return tuple(
+            replace(
+                choice.plan,
+                roundings=(*choice.plan.roundings, *self._variants[key[-1]].noticed_roundings),
+            )
+            for key, choice in choices
+        )
 
     # ------------------------------------------------------------------ who is who
 

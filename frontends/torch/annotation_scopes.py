@@ -23,7 +23,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils import checkpoint as torch_checkpoint
 
 from ...ir import Annotation, Policy
-from .fixups.kernel_layouts import in_layout
+from ...torch_support.layouts import in_layout
 from .source_lines import user_line
 
 __all__ = ["MARKS", "Scope", "Scopes", "is_inside"]

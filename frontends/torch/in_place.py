@@ -17,8 +17,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...torch_support.layouts import same_layout
 from ...torch_support.operations import overload_of
-from .fixups.kernel_layouts import same_layout
 from .fixups.tangent_layouts import is_expanded
 
 __all__ = ["is_in_place", "noting_writes"]

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .fixups.kernel_layouts import in_layout
+from ...torch_support.layouts import in_layout
 
 __all__ = ["ViewGradients"]
 

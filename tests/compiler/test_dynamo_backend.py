@@ -294,6 +294,23 @@ def test_a_module_with_a_forward_of_its_own_compiles_itself() -> None:
     assert len(backend.plans) == 1
 
 
+def test_the_plans_name_the_roundings_that_a_step_shows() -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).transpose(0, 1).tanh()
+
+    backend = irc.backend(PLENTY, costs="analytic")
+    result = torch.compile(Transposed(), backend=backend)(torch.randn(6, 4, 8))
+    assert [plan.roundings for plan in backend.plans] == [()]
+    (result.square() * torch.randn(4, 6, 8)).sum().backward()
+    (rounding,) = backend.plans[0].roundings
+    assert "came with strides [48, 8, 1] and was planned with [8, 32, 1]" in str(rounding)
+
+
 def test_a_model_is_free_to_train_elsewhere_until_its_backend_compiles_it() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     backends = [irc.backend(PLENTY, costs="analytic", model=model) for _ in range(2)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.frontends.torch.fixups.kernel_layouts import same_layout
+from irc.torch_support.layouts import same_layout
 
 FEW, ROW = torch.tensor([0, 2]), torch.zeros(2, 1, 8, dtype=torch.long)
 WRITES: dict[str, Callable[[Tensor], Any]] = {

@@ -24,9 +24,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
+from ....torch_support.layouts import same_layout
 from ....torch_support.pytree import tensors_of
 from ....torch_support.recurrent_kernels import lstm_workspace_bytes
-from .kernel_layouts import Laws, kernel_layouts, known_laws, same_layout
+from .kernel_layouts import Laws, kernel_layouts, known_laws
 
 __all__ = ["fake_kernels_of_eager"]
 

@@ -20,9 +20,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from .....torch_support.layouts import same_layout
 from .....torch_support.pytree import tensors_of
 
-__all__ = ["ASKED", "Laws", "in_layout", "kernel_layouts", "known_laws", "same_layout", "strides_by_law"]
+__all__ = ["ASKED", "Laws", "kernel_layouts", "known_laws", "strides_by_law"]
 
 Laws = Mapping[str, Sequence[str]]
 """By the name of an operation, the law of each of its results; "" where torch's rule holds."""
@@ -64,19 +65,6 @@ def strides_by_law(law: str, result: Tensor, operands: Sequence[Tensor]) -> tupl
         return compute_elementwise_output_strides(*(tensor.expand(result.shape) for tensor in chosen))
     except RuntimeError:
         return None
-
-
-def same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether strides are those of a tensor in axes of more than one element: no others matter."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return tensor.numel() == 0 or all(size == 1 or a == b for size, a, b in pairs)
-
-
-def in_layout(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """The tensor with these strides: itself if it has them, else a copy."""
-    if same_layout(tensor, strides):
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 @functools.cache

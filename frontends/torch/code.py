@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import inspect
@@ -158,7 +159,7 @@ class _Code:
         for table, paths in self._read.values():
             file = str(table.get("__name__"))
             is_own = self._is_own_file(file)
-            there = [each for each in paths if each.name in table and (is_own or is_plain(table[each.name]))]
+            there = [each for each in paths if is_own or (each.name in table and is_plain(table[each.name]))]
             if there and "__name__" in table:  # code that libraries generate, as fx does, has none
                 yield GlobalTable(file, table), tuple(there)
 
@@ -229,6 +230,7 @@ class _Code:
         if not level and id(function) not in self._before_forward:
             uses = _globals_in(function.__code__)
             self._note_reads(table, uses)
+            self._note_missing(table, uses)
             handed_on = _modules_at((table.get(name) for name, steps in uses if not steps), names)
             tables = list(map(vars, (*imported, *handed_on)))
             for each in (*tables, *([table] if names & _ALL_NAMES else ())):
@@ -260,6 +262,11 @@ class _Code:
             if key in held and type(held[key]) is not types.ModuleType:
                 path = CodePath(key, _stored(held[key], rest))
                 self._read.setdefault(id(held), (held, {}))[1][path] = None
+
+    def _note_missing(self, table: dict[str, Any], uses: Iterable[_Use]) -> None:
+        """Notes globals that own code names and that are not there: it may ask for them (`NameError`)."""
+        for name in {name for name, _ in uses if name not in table and not hasattr(builtins, name)}:
+            self._read.setdefault(id(table), (table, {}))[1][CodePath(name)] = None
 
 
 _Use = tuple[str, tuple[Step, ...]]

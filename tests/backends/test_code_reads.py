@@ -209,6 +209,22 @@ def test_what_is_replaced_by_its_equal_asks_for_no_plan() -> None:
         assert len(ours.irc_plans) == 2, name
 
 
+def _scaled_if_asked(m: Any, x: Tensor) -> Tensor:
+    try:
+        return m.lin(x) * ASKED  # type: ignore[name-defined]  # pyright: ignore
+    except NameError:
+        return m.lin(x)
+
+
+def test_a_global_that_comes_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Model(_scaled_if_asked, lin=nn.Linear(4, 4)), torch.randn(3, 4)
+    ours = irc.optimize(module, (x,), "1GiB", costs="analytic")
+    assert torch.equal(ours(x), module(x))
+    monkeypatch.setitem(globals(), "ASKED", 2.0)
+    result = ours(x)
+    assert torch.equal(result, module(x)) and len(ours.irc_plans) == 2
+
+
 def test_a_tensor_in_a_global_may_be_written_into() -> None:
     ours, module = model(READS["tensor"])
     x = torch.randn(2, 4)

@@ -23,9 +23,6 @@ from .object_graph import HeldObject, class_items, is_closed, is_plain, reach_of
 
 __all__ = ["code_names", "code_reach", "hook_reach"]
 
-_ALL_NAMES = frozenset({"globals", "vars"})
-"""A function that names one of these may use any name of its file."""
-
 _OF_OTHERS = frozenset({"__init__", "__getattribute__"})
 """Methods that do not count: the first runs before a forward, and irc itself replaces the other."""
 
@@ -222,20 +219,20 @@ class _Code:
             return
         for name, cell in cells_of(function).items():
             self._cells[id(cell)] = name, cell
-        names = _names_in(function.__code__)
+        names, uses = _names_in(function.__code__), _globals_in(function.__code__)
+        is_any = "globals" in names or any(name == "__name__" for name, _ in uses)  # sys.modules[__name__]
         for name in sorted(names - self._named):
             self._named.add(name)
             yield from self._unnamed.pop(name, ())
         imported = _modules_at([sys.modules[name] for name in sorted(names & sys.modules.keys())], names)
         if not level and id(function) not in self._before_forward:
-            uses = _globals_in(function.__code__)
             self._note_reads(table, uses)
             self._note_missing(table, uses)
             handed_on = _modules_at((table.get(name) for name, steps in uses if not steps), names)
             tables = list(map(vars, (*imported, *handed_on)))
-            for each in (*tables, *([table] if names & _ALL_NAMES else ())):
+            for each in (*tables, *([table] if is_any else ())):
                 self._note_reads(each, ((name, ()) for name in names))
-        if names & _ALL_NAMES:
+        if is_any:
             names |= set(table)
         names = {name for name in names if not name.startswith("__")}
         self._tables.setdefault(id(table), (table, set()))[1].update(names)

@@ -225,6 +225,18 @@ def test_a_global_that_comes_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(result, module(x)) and len(ours.irc_plans) == 2
 
 
+@pytest.mark.parametrize("table", ["globals()", "vars(sys.modules[__name__])"])
+def test_a_file_may_be_read_as_a_table(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = types.ModuleType("irc_tests_table")
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    exec(f"import sys\nread = lambda m, x: m.lin(x) * {table}['scale']\nscale = 1.0", vars(file))
+    ours, module = model(vars(file)["read"])
+    x = torch.randn(2, 4)
+    for scale in (1.0, 3.0, 1.0):
+        vars(file)["scale"] = scale
+        assert torch.equal(ours(x), module(x))
+
+
 def test_a_tensor_in_a_global_may_be_written_into() -> None:
     ours, module = model(READS["tensor"])
     x = torch.randn(2, 4)

@@ -26,7 +26,6 @@ DENSE_ALONE = (
 
 _aten = torch.ops.aten
 _CASTING = {
-    _aten.affine_grid_generator.default: "affine_grid",
     _aten._trilinear.default: "bilinear",
     _aten.linalg_pinv.atol_rtol_tensor: "pinv",
 }

@@ -155,5 +155,7 @@ def composite_operations() -> contextlib.AbstractContextManager[None]:
         torch.ops.aten.linalg_svdvals.default: _svdvals,
         torch.ops.aten.linalg_eigvalsh.default: _eigvalsh,
     }
-    kernels = {operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()}
-    return with_kernels(kernels | {_AFFINE_GRID: {DispatchKey.Autograd: _AffineGrid.apply}})
+    kernels: dict[Any, Any] = {
+        operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()
+    } | {_AFFINE_GRID: {DispatchKey.Autograd: _AffineGrid.apply}}
+    return with_kernels(kernels)

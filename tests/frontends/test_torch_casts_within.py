@@ -28,6 +28,13 @@ def inverse(m: Any, x: Tensor) -> Tensor:
     return x @ torch.linalg.pinv(m.w)
 
 
+def grid_within_a_transform(m: Any, x: Tensor) -> Tensor:
+    def total(theta: Tensor) -> Tensor:
+        return functional.affine_grid(theta, [1, 1, 4, 8], align_corners=False).float().square().sum()
+
+    return torch.func.grad(total)(m.w[:2, :3][None]).sum() + x
+
+
 def model(function: Callable[..., Tensor], *, is_cast: bool) -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -50,7 +57,7 @@ def assert_alike(original: nn.Module, fitted: nn.Module, x: Tensor) -> None:
         assert ours.grad is None or its.grad is None or torch.equal(ours.grad, its.grad)
 
 
-@pytest.mark.parametrize("function", [bilinear, bilinear_by_keywords, inverse])
+@pytest.mark.parametrize("function", [bilinear, bilinear_by_keywords, inverse, grid_within_a_transform])
 def test_they_are_refused_under_autocast_and_train_with_it_off(function: Callable[..., Tensor]) -> None:
     x = torch.randn(3, 4, 8)
     with pytest.raises(UnsupportedError) as refused:

@@ -15,6 +15,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .python_kernels import with_kernels
+from .refused_operations import check_casts
 
 __all__ = ["composite_operations"]
 
@@ -124,6 +125,13 @@ class _AffineGrid(torch.autograd.Function):
         return base.bmm(gradient.reshape(len(gradient), -1, gradient.shape[-1])).transpose(1, 2), None, None
 
 
+def _affine_grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
+    if not torch._C._are_functorch_transforms_active():
+        return _AffineGrid.apply(theta, size, align_corners)
+    check_casts("affine_grid within torch.func", theta)  # where no function of its own can stand
+    return _grid_of(theta, size, align_corners)
+
+
 def _base_grid(like: Tensor, size: list[int], align_corners: bool) -> Tensor:
     """Returns the coordinates of each place with a 1 behind, in rows (batch, places, 1 + axes)."""
     axes = len(size) - 2
@@ -134,7 +142,7 @@ def _base_grid(like: Tensor, size: list[int], align_corners: bool) -> Tensor:
 
 
 def _grid_of(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
-    with torch._C._DisablePythonDispatcher():
+    with with_kernels({_AFFINE_GRID: {DispatchKey.Autograd: None}}):
         return _AFFINE_GRID(theta, size, align_corners)
 
 
@@ -157,5 +165,5 @@ def composite_operations() -> contextlib.AbstractContextManager[None]:
     }
     kernels: dict[Any, Any] = {
         operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()
-    } | {_AFFINE_GRID: {DispatchKey.Autograd: _AffineGrid.apply}}
+    } | {_AFFINE_GRID: {DispatchKey.Autograd: _affine_grid}}
     return with_kernels(kernels)

@@ -18,7 +18,7 @@ from ....ir import THROUGH_DYNAMO, Location, UnsupportedError
 from ..source_lines import user_line
 from .python_kernels import with_kernels
 
-__all__ = ["DENSE_ALONE", "refused_operations"]
+__all__ = ["DENSE_ALONE", "check_casts", "refused_operations"]
 
 DENSE_ALONE = (
     f"a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense(); or {THROUGH_DYNAMO}"
@@ -41,15 +41,23 @@ _COMPRESSING = {
 """Operations that make compressed tensors, with their layouts; None where an argument says it."""
 
 
-def _check_casts(operation: Any, args: Any, kwargs: Any) -> None:
-    """Refuses an operation under autocast, which casts within the kernel: a step calls it without."""
-    if torch.is_autocast_enabled(args[0].device.type):
+def check_casts(name: str, operand: Tensor) -> None:
+    """Refuses an operation under autocast, which casts within the kernel: a step calls it without.
+
+    Raises:
+        UnsupportedError: IRC352.
+    """
+    if torch.is_autocast_enabled(operand.device.type):
         raise UnsupportedError(
             "IRC352",
-            f"autocast casts within the kernel of {_CASTING[operation]}, and a planned step would not",
+            f"autocast casts within the kernel of {name}, and a planned step would not",
             at=_line(),
             help="call it in `with torch.autocast(device_type, enabled=False):` on float32",
         )
+
+
+def _check_casts(operation: Any, args: Any, kwargs: Any) -> None:
+    check_casts(_CASTING[operation], args[0])
 
 
 def _check_layout(operation: Any, args: Any, kwargs: Any) -> None:
@@ -66,7 +74,7 @@ def _line() -> Location:
 def _kernel(operation: Any, check: Callable[[Any, Any, Any], None]) -> Callable[..., Tensor]:
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         check(operation, args, kwargs)
-        with torch._C._DisablePythonDispatcher():
+        with with_kernels({operation: {DispatchKey.Autograd: None}}):
             return operation(*args, **kwargs)
 
     return kernel

@@ -193,9 +193,11 @@ class _Moving(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_new = all(each.alias_info is None for each in func._schema.returns)
-        if is_new and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if is_new and operands:
             for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                is_float = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+                if is_float and not _is_selected(leaf, operands):
                     self._move(leaf)
         return result
 
@@ -206,3 +208,13 @@ class _Moving(TorchDispatchMode):
             return
         signs = torch.randint(0, 2, tensor.shape, generator=self._generator).mul_(2).sub_(1)
         tensor.mul_(1 + torch.finfo(tensor.dtype).eps * signs.to(torch.float64))
+
+
+def _is_selected(result: Tensor, operands: Iterable[Tensor]) -> bool:
+    """Whether all numbers of a result stand in one operand: a gradient may look for a maximum there."""
+    alike = [each for each in operands if each.dtype == result.dtype and each.layout is torch.strided]
+    return (
+        result.layout is torch.strided
+        and not result.is_complex()
+        and any(bool(torch.isin(result, each).all()) for each in alike)
+    )

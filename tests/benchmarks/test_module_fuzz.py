@@ -159,6 +159,12 @@ def test_a_sum_that_cancels_may_differ_by_eagers_own_noise(monkeypatch: pytest.M
             assert ulps > 100 and examine(program).verdict is verdict
 
 
+def test_noise_leaves_a_maximum_where_its_gradient_finds_it() -> None:
+    seed = next(seed for seed in range(1000) if KINDS["order"].variant(seed)[1] == "x + x.max()")
+    program = replace(PLAIN, blocks=(Block("order", seed), Block("softmax", 2)), loop=Loop(steps=1))
+    assert noise(program, list(run(program, build(program))))["gradient of scale"] > 0
+
+
 def test_the_page_tells_which_names_never_differed() -> None:
     texts = "the gradient of input 0, which", "numbers of LSTM layers (a.py:3 in forward): eager"
     rows = [

@@ -62,7 +62,7 @@ from .fixups.meta_kernels import composites_on_meta
 from .fixups.module_hooks import module_hooks
 from .fixups.packed_weights import PackedParts
 from .fixups.recurrent import RecurrentLayers
-from .fixups.refused_operations import refused_operations
+from .fixups.refused_operations import DENSE_ALONE, refused_operations
 from .fixups.scripted_parts import scripted_parts
 from .fixups.tangent_layouts import tangent_layouts
 from .fixups.tensor_hooks import tensor_hooks
@@ -430,6 +430,7 @@ def _traced(flat: FlatModule, modes: Sequence[TraceMode]) -> Translation:
 
 def _traced_in(flat: FlatModule, mode: TraceMode) -> Translation:
     """Traces the module's training graph in one mode."""
+    _refuse_opaque((*flat.parameters(), *flat.buffers(), *flat.tensors))
     flat.mode = mode
     flat.parts.clear()
     flat.branches = Branches(flat.module) if mode.specialize_branches else None
@@ -556,6 +557,16 @@ def _depends_on_data(error: Exception, *, is_specialized: bool) -> UnsupportedEr
     )
 
 
+def _refuse_opaque(tensors: Iterable[Tensor]) -> None:
+    """Refuses tensors of oneDNN, which a trace takes for dense ones.
+
+    Raises:
+        UnsupportedError: IRC334.
+    """
+    for opaque in (tensor for tensor in tensors if tensor.is_mkldnn):
+        raise UnsupportedError("IRC334", f"an operand is a {opaque.layout} tensor", help=DENSE_ALONE)
+
+
 def _refuse_failing(flat: FlatModule) -> None:
     """Runs the forward as it is written, on copies of the example, if it could not be traced.
 
@@ -584,5 +595,5 @@ def _untraceable(error: Exception) -> UnsupportedError:
         "IRC333",
         f"the module cannot be traced: {type(error).__name__}: {first_line(error)}",
         at=raised_at(error),
-        help="check that module(*args) runs with these example arguments; then simplify what is named here",
+        help=f"use other operations in place of it, or move it out of the module; or {THROUGH_DYNAMO}",
     )

@@ -492,6 +492,13 @@ class OwnGenerator(Net):
         return self.c(self.a(x) + torch.rand(BATCH, WIDTH, generator=generator))
 
 
+class Opaque(Net):
+    """A trace cannot see into tensors of oneDNN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x).to_mkldnn().to_dense())
+
+
 def assert_same(model: nn.Module, twin: nn.Module) -> None:
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
@@ -514,6 +521,7 @@ REFUSED: dict[type[Net], str] = {
     Last: "IRC338",
     Seeds: "IRC338",
     OwnGenerator: "IRC334",
+    Opaque: "IRC333",
 }
 
 
@@ -646,6 +654,15 @@ class Sparse(Net):
         return super().forward(self.words((x[:, 0] > 0).long()))
 
 
+class Diagonal(Net):
+    """Torch's tracer takes no write into a diagonal of a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).clone()
+        y[:2, :2].fill_diagonal_(0)
+        return self.c(y)
+
+
 class RandomInLoop(Net):
     """A loop that Dynamo leaves to Python, and so all that the loop calls."""
 
@@ -657,7 +674,14 @@ class RandomInLoop(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [(Masked, "IRC332"), (Sparse, "IRC334"), (RandomInLoop, "IRC338"), (Exits, "IRC332")]
+    ("kind", "code"),
+    [
+        (Masked, "IRC332"),
+        (Sparse, "IRC334"),
+        (Diagonal, "IRC333"),
+        (RandomInLoop, "IRC338"),
+        (Exits, "IRC332"),
+    ],
 )
 def test_a_step_of_which_nothing_is_planned_runs_as_eager_does_and_is_measured(
     kind: type[Net], code: str, caplog: pytest.LogCaptureFixture

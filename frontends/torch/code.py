@@ -230,8 +230,10 @@ class _Code:
             self._note_missing(table, uses)
             handed_on = _modules_at((table.get(name) for name, steps in uses if not steps), names)
             tables = list(map(vars, (*imported, *handed_on)))
-            for each in (*tables, *([table] if is_any else ())):
+            for each in (*tables, *([table] if is_any or "vars" in names else ())):
                 self._note_reads(each, ((name, ()) for name in names))
+            if "globals" in names:  # by keys that are computed, too
+                self._note_reads(table, [(name, ()) for name in table if is_plain(table[name])])
         if is_any:
             names |= set(table)
         names = {name for name in names if not name.startswith("__")}

@@ -225,11 +225,28 @@ def test_a_global_that_comes_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(result, module(x)) and len(ours.irc_plans) == 2
 
 
-@pytest.mark.parametrize("table", ["globals()", "vars(sys.modules[__name__])"])
-def test_a_file_may_be_read_as_a_table(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+TABLES = {
+    "globals()": "globals()['scale']",
+    "computed": "globals()['sc' + str('ale')]",
+    "sys.modules": "vars(sys.modules[__name__])['scale']",
+    "by a function": "vars(here())['scale']",
+    "by a global": "vars(sys.modules[NAME])['scale']",
+    "of a function": "vars(sys.modules[read.__module__])['scale']",
+    "in a list": "vars(HELD[0])['scale']",
+}
+
+
+@pytest.mark.parametrize("read", TABLES.values(), ids=TABLES)
+def test_a_file_may_be_read_as_a_table(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = types.ModuleType("irc_tests_table")
     monkeypatch.setitem(sys.modules, file.__name__, file)
-    exec(f"import sys\nread = lambda m, x: m.lin(x) * {table}['scale']\nscale = 1.0", vars(file))
+    source = f"""
+import sys
+def here(): return sys.modules[__name__]
+def read(m, x): return m.lin(x) * {read}
+NAME, HELD, scale = __name__, [here()], 1.0
+"""
+    exec(source, vars(file))
     ours, module = model(vars(file)["read"])
     x = torch.randn(2, 4)
     for scale in (1.0, 3.0, 1.0):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.torch_cases import Model
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import irc
@@ -93,5 +94,19 @@ def test_a_grid_trains(size: tuple[int, ...], is_cast: bool) -> None:
         )
 
     original, x = model(grid, is_cast=is_cast), torch.randn(3, 4, 8)
+    fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
+    assert_alike(original, fitted, x)
+
+
+def test_a_grid_is_differentiated_forward() -> None:
+    def moved(m: Any, x: Tensor) -> Tensor:
+        theta = m.w[:2, :3].repeat(len(x), 1, 1)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(theta, theta.sin())
+            grid = functional.affine_grid(dual, [len(x), 1, 4, 4], align_corners=False)
+            parts: Any = forward_ad.unpack_dual(grid)
+            return (parts.primal.float() + parts.tangent.float()).reshape(len(x), 4, 8)
+
+    original, x = model(moved, is_cast=True), torch.randn(3, 4, 8)
     fitted = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic", time_limit=2)
     assert_alike(original, fitted, x)

@@ -114,10 +114,11 @@ class _AffineGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
         ctx.arguments = size, align_corners
-        if not torch.is_autocast_enabled(theta.device.type):
-            return _grid_of(theta, size, align_corners)
-        base = _base_grid(theta, size, align_corners)
-        return base.bmm(theta.transpose(1, 2)).view(len(theta), *size[2:], -1)
+        return _cast_grid(theta, size, align_corners)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _cast_grid(tangent, *ctx.arguments)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
@@ -130,6 +131,14 @@ def _affine_grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
         return _AffineGrid.apply(theta, size, align_corners)
     check_casts("affine_grid within torch.func", theta)  # where no function of its own can stand
     return _grid_of(theta, size, align_corners)
+
+
+def _cast_grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
+    """Returns the grid, with its product as autocast casts it."""
+    if not torch.is_autocast_enabled(theta.device.type):
+        return _grid_of(theta, size, align_corners)
+    base = _base_grid(theta, size, align_corners)
+    return base.bmm(theta.transpose(1, 2)).view(len(theta), *size[2:], -1)
 
 
 def _base_grid(like: Tensor, size: list[int], align_corners: bool) -> Tensor:
@@ -163,7 +172,6 @@ def composite_operations() -> contextlib.AbstractContextManager[None]:
         torch.ops.aten.linalg_svdvals.default: _svdvals,
         torch.ops.aten.linalg_eigvalsh.default: _eigvalsh,
     }
-    kernels: dict[Any, Any] = {
-        operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()
-    } | {_AFFINE_GRID: {DispatchKey.Autograd: _affine_grid}}
+    kernels: dict[Any, Any] = {operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()}
+    kernels[_AFFINE_GRID] = {DispatchKey.Autograd: _affine_grid}
     return with_kernels(kernels)

@@ -117,7 +117,7 @@ class _AffineGrid(torch.autograd.Function):
         return _cast_grid(theta, size, align_corners)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore
         return _cast_grid(tangent, *ctx.arguments)
 
     @staticmethod

@@ -105,7 +105,7 @@ def fitted(module: nn.Module, budget: Any = "75%", rows: int = 3, **options: Any
     """A copy of a model within a budget, for its lengths."""
     settings: dict[str, Any] = {
         "costs": "analytic",
-        "time_limit": 1,
+        "time_limit": 20,
         "dynamic": {"ids": {1: (FIRST, LAST)}},
         **options,
     }
@@ -193,7 +193,7 @@ def deep(m: Any, x: Tensor, ids: Tensor) -> Tensor:
 def deep_model() -> tuple[nn.Module, Any]:
     """A model, and a copy within a budget in which lengths have several plans even with fewer rows."""
     module = language_model(deep)
-    return module, fitted(module, 1, time_limit=0.1, dynamic={"ids": {1: (FIRST, 20)}}, rows=5)
+    return module, fitted(module, 1, dynamic={"ids": {1: (FIRST, 20)}}, rows=5)
 
 
 @pytest.mark.slow

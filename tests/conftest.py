@@ -56,6 +56,14 @@ def _only_new_garbage() -> None:  # pyright: ignore[reportUnusedFunction]
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _frozen() -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
+    """Planning need not ask whether the heap is frozen: counting its objects takes longer than a plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
+
+
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     """`models.py` with the factories `mlp`, `noisy`, `tied`, `nested` and `branching`."""

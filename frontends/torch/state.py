@@ -76,6 +76,11 @@ class State:
     _numbers: dict[str, Assignment] = field(default_factory=dict[str, Assignment])
     """The numbers in attributes that runs changed, by their paths."""
 
+    @functools.cached_property
+    def _caches(self) -> list[Any]:
+        """The caches of the module's code, listed when a run has ended: a forward imports, too."""
+        return caches_of(self.module)
+
     @contextlib.contextmanager
     def one_run(self) -> Generator[None]:
         """Around one run of the forward.
@@ -91,7 +96,6 @@ class State:
         buffers = [dict(child._buffers) for _, child in modules]
         parameters = [dict(child._parameters) for _, child in modules]
         generators = _generators()
-        caches = caches_of(self.module)
         holders = self.holders()
         tables = [(name, child, dict(vars(child)), dict(child._modules)) for name, child in modules]
         self.assignments = []
@@ -100,7 +104,7 @@ class State:
                 with self._counting():
                     yield
             finally:
-                forget_traced(caches)
+                forget_traced(self._caches)
                 self._compare(holders, reads)
                 self._compare_tables(tables, reads)
         self.drawn += [name for name, state in _generators().items() if state != generators[name]]
@@ -154,7 +158,6 @@ class State:
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
         tables = [HeldObject.of_container(table) for table in _tables(self.module)]
         holders = self.holders()
-        caches = caches_of(self.module)
         python, numpy = random.getstate(), np.random.get_state()
         own = _places(holders, is_torch_generator)
         try:
@@ -164,7 +167,7 @@ class State:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            forget_traced(caches)
+            forget_traced(self._caches)
             for leaf, gradient in gradients:
                 if leaf.grad is not gradient and is_traced(leaf.grad):
                     leaf.grad = gradient

@@ -1,6 +1,8 @@
-"""What the tests of the frontends share."""
+"""Restarts the generators of the frontends' test files before each test."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _same_draws(request: pytest.FixtureRequest) -> None:  # pyright: ignore[reportUnusedFunction]
-    """A test draws the same arrays from its file's generator, whichever tests ran before it."""
-    if hasattr(request.module, "_RNG"):
-        request.module._RNG = np.random.default_rng(0)
+    """A test draws the same arrays from its file's generators, whichever tests ran before it."""
+    for value in vars(request.module).values():
+        if isinstance(value, np.random.Generator):
+            bits: Any = value.bit_generator
+            bits.state = type(bits)(bits.seed_seq).state

@@ -563,7 +563,8 @@ def _refuse_opaque(tensors: Iterable[Tensor]) -> None:
     Raises:
         UnsupportedError: IRC334.
     """
-    for opaque in (tensor for tensor in tensors if tensor.is_mkldnn):
+    opaque = next((tensor for tensor in tensors if tensor.is_mkldnn), None)
+    if opaque is not None:
         raise UnsupportedError("IRC334", f"an operand is a {opaque.layout} tensor", help=DENSE_ALONE)
 
 

@@ -24,6 +24,8 @@ without_autocast = torch._C._DisableAutocast
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _CONVOLUTION = "aten.convolution.default"
+_PRODUCT = "aten._trilinear.default"
+"""An operation of the backward of `bilinear`, within whose kernel autocast casts, and not around it."""
 
 
 def autocast_state() -> Autocast:
@@ -65,6 +67,9 @@ def would_cast(node: Node, autocast: Autocast) -> bool:
         def operand_of(argument: Any) -> Any:
             return tensors.get(argument, 1)  # a number that comes with each call has no value here
 
+        if node.op == _PRODUCT:
+            factors = [tensor.new_empty(1, 1) for tensor in tensors.values()]
+            return any(factor.mm(factor).dtype != factor.dtype for factor in factors)
         arguments = [to_torch(argument, operand_of) for argument in node.arguments]
         keywords = {key: to_torch(argument, operand_of) for key, argument in node.keywords}
         results = _called(node.op)(*arguments, **keywords)
@@ -77,7 +82,7 @@ def _is_seen(op: str, device: str) -> bool:
     overload = overload_of(op)
     if overload is None or device not in _KEYS:
         return False
-    if op == _CONVOLUTION:
+    if op in (_CONVOLUTION, _PRODUCT):
         return True
     return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), _KEYS[device])
 

@@ -56,6 +56,7 @@ from .counters import CounterReadError
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
+from .fixups.casts_within import casts_within
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.meta_kernels import composites_on_meta
@@ -503,6 +504,7 @@ def _trace(
     flat.seeing = stack.enter_context(noting_seeing_nodes())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
+    stack.enter_context(casts_within())
     stack.enter_context(refused_operations())
     stack.enter_context(gradients_by_zeros())
     stack.enter_context(tangent_layouts(flat.layouts))

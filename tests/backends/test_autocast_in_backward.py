@@ -186,6 +186,18 @@ def test_a_convolution_in_backward_is_seen_as_autocast_sees_it() -> None:
         loss.backward()
 
 
+def test_a_backward_within_whose_kernels_autocast_casts_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return m.bilinear(x, x)
+
+    x = torch.randn(8, WIDTH)
+    with cast():
+        ours = fitted(Model(forward, bilinear=nn.Bilinear(WIDTH, WIDTH, 2)), x)
+        with pytest.raises(irc.BackwardError, match=r"IRC528.*aten\._trilinear"):
+            ours(x).sum().backward()
+
+
 def test_a_backward_in_another_half_precision_is_refused() -> None:
     x = torch.randn(8, WIDTH)
     with cast():

@@ -15,7 +15,6 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .python_kernels import with_kernels
-from .refused_operations import check_casts
 
 __all__ = ["composite_operations"]
 
@@ -102,59 +101,6 @@ def _rrelu(
     return torch.ops.aten.rrelu_with_noise(data, noise, lower, upper, training, generator).contiguous()
 
 
-_AFFINE_GRID = torch.ops.aten.affine_grid_generator.default
-
-
-class _AffineGrid(torch.autograd.Function):
-    """The operation, or its parts under autocast, which casts within the kernel; the parts of its gradient.
-
-    The kernel's own base of length 1 comes from memory that no trace can see.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
-        ctx.arguments = size, align_corners
-        return _cast_grid(theta, size, align_corners)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore
-        return _cast_grid(tangent, *ctx.arguments)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        base = _base_grid(gradient, *ctx.arguments).transpose(1, 2)
-        return base.bmm(gradient.reshape(len(gradient), -1, gradient.shape[-1])).transpose(1, 2), None, None
-
-
-def _affine_grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
-    if not torch._C._are_functorch_transforms_active():
-        return _AffineGrid.apply(theta, size, align_corners)
-    check_casts("affine_grid within torch.func", theta)  # where no function of its own can stand
-    return _grid_of(theta, size, align_corners)
-
-
-def _cast_grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
-    """Returns the grid, with its product as autocast casts it."""
-    if not torch.is_autocast_enabled(theta.device.type):
-        return _grid_of(theta, size, align_corners)
-    base = _base_grid(theta, size, align_corners)
-    return base.bmm(theta.transpose(1, 2)).view(len(theta), *size[2:], -1)
-
-
-def _base_grid(like: Tensor, size: list[int], align_corners: bool) -> Tensor:
-    """Returns the coordinates of each place with a 1 behind, in rows (batch, places, 1 + axes)."""
-    axes = len(size) - 2
-    with torch.autocast(like.device.type, enabled=False):
-        unit = torch.eye(axes, axes + 1, dtype=like.dtype, device=like.device)[None]
-        grid = _grid_of(unit, [1, *size[1:]], align_corners).view(1, -1, axes)
-        return torch.cat((grid, torch.ones_like(grid[..., :1])), -1).repeat(len(like), 1, 1)
-
-
-def _grid_of(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
-    with with_kernels({_AFFINE_GRID: {DispatchKey.Autograd: None}}):
-        return _AFFINE_GRID(theta, size, align_corners)
-
-
 def _overloads() -> list[Any]:
     packets = [getattr(torch.ops.aten, name) for name in _NAMES]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
@@ -172,6 +118,4 @@ def composite_operations() -> contextlib.AbstractContextManager[None]:
         torch.ops.aten.linalg_svdvals.default: _svdvals,
         torch.ops.aten.linalg_eigvalsh.default: _eigvalsh,
     }
-    kernels: dict[Any, Any] = {operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()}
-    kernels[_AFFINE_GRID] = {DispatchKey.Autograd: _affine_grid}
-    return with_kernels(kernels)
+    return with_kernels({operation: dict.fromkeys(_LEVELS, kernel) for operation, kernel in own.items()})

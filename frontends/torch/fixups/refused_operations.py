@@ -1,4 +1,4 @@
-"""Refuses operations when a forward calls them: those that no trace sees as they are, or dies of."""
+"""Refuses operations when a forward calls them: those that torch's tracer dies of."""
 
 # Torch's dispatchers have no public interface.
 # pyright: reportPrivateUsage=false
@@ -18,19 +18,13 @@ from ....ir import THROUGH_DYNAMO, Location, UnsupportedError
 from ..source_lines import user_line
 from .python_kernels import with_kernels
 
-__all__ = ["DENSE_ALONE", "check_casts", "refused_operations"]
+__all__ = ["DENSE_ALONE", "refused_operations"]
 
 DENSE_ALONE = (
     f"a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense(); or {THROUGH_DYNAMO}"
 )
 
 _aten = torch.ops.aten
-_CASTING = {
-    _aten._trilinear.default: "bilinear",
-    _aten.linalg_pinv.atol_rtol_tensor: "pinv",
-}
-"""Of all operations in torch's samples, those whose kernels call a product that autocast has a rule for."""
-
 _COMPRESSING = {
     _aten._to_sparse.default: None,
     _aten._to_sparse_csr.default: torch.sparse_csr,
@@ -41,39 +35,17 @@ _COMPRESSING = {
 """Operations that make compressed tensors, with their layouts; None where an argument says it."""
 
 
-def check_casts(name: str, operand: Tensor) -> None:
-    """Refuses an operation under autocast, which casts within the kernel: a step calls it without.
-
-    Raises:
-        UnsupportedError: IRC352.
-    """
-    if torch.is_autocast_enabled(operand.device.type):
-        raise UnsupportedError(
-            "IRC352",
-            f"autocast casts within the kernel of {name}, and a planned step would not",
-            at=_line(),
-            help="call it in `with torch.autocast(device_type, enabled=False):` on float32",
-        )
-
-
-def _check_casts(operation: Any, args: Any, kwargs: Any) -> None:
-    check_casts(_CASTING[operation], args[0])
-
-
-def _check_layout(operation: Any, args: Any, kwargs: Any) -> None:
+def _check_layout(operation: Any, kwargs: Any) -> None:
     """Refuses a compressed tensor: of one that needs a gradient, torch's tracer ends the process."""
     layout = _COMPRESSING[operation] or kwargs.get("layout")
     if layout is not None and layout in _COMPRESSING.values():
-        raise UnsupportedError("IRC334", f"{operation} makes a {layout} tensor", at=_line(), help=DENSE_ALONE)
+        at = Location(source=user_line(inspect.currentframe()))
+        raise UnsupportedError("IRC334", f"{operation} makes a {layout} tensor", at=at, help=DENSE_ALONE)
 
 
-def _line() -> Location:
-    return Location(source=user_line(inspect.currentframe()))
-
-
-def _kernel(operation: Any, check: Callable[[Any, Any, Any], None]) -> Callable[..., Tensor]:
+def _kernel(operation: Any) -> Callable[..., Tensor]:
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        check(operation, args, kwargs)
+        _check_layout(operation, kwargs)
         with with_kernels({operation: {DispatchKey.Autograd: None}}):
             return operation(*args, **kwargs)
 
@@ -84,7 +56,6 @@ def refused_operations() -> contextlib.AbstractContextManager[None]:
     """Refuses these operations, in the forward that calls them.
 
     Raises:
-        UnsupportedError: IRC352 for those whose kernels cast under autocast, IRC334 for compressed tensors.
+        UnsupportedError: IRC334.
     """
-    checks = dict.fromkeys(_CASTING, _check_casts) | dict.fromkeys(_COMPRESSING, _check_layout)
-    return with_kernels({key: {DispatchKey.Autograd: _kernel(key, check)} for key, check in checks.items()})
+    return with_kernels({operation: {DispatchKey.Autograd: _kernel(operation)} for operation in _COMPRESSING})

@@ -27,7 +27,7 @@ from torch.utils._mode_utils import no_dispatch
 from ....torch_support.layouts import same_layout
 from ....torch_support.pytree import tensors_of
 from ....torch_support.recurrent_kernels import lstm_workspace_bytes
-from .kernel_layouts import Laws, kernel_layouts, known_laws
+from .kernel_layouts import Laws, kernel_layouts
 
 __all__ = ["fake_kernels_of_eager"]
 
@@ -273,6 +273,10 @@ class _LengthsAsTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_NOTED: Any = {}
+"""What torch notes of results under these rules, apart from what it notes under its own."""
+
+
 @contextlib.contextmanager
 def fake_kernels_of_eager(laws: Laws | None = None) -> Generator[None]:
     """Puts these fake kernels before torch's own.
@@ -281,9 +285,9 @@ def fake_kernels_of_eager(laws: Laws | None = None) -> Generator[None]:
         laws: As of `kernel_layouts`.
     """
     _read_by_torch()
-    _forget()
     rules = fake_impls.op_implementations_dict
     with (
+        patch.object(FakeTensorMode, "cache", _NOTED if laws is None else {}),
         _without(rules, _RULES),
         _without(decomposition_table, _RULES),
         kernel_layouts(laws),
@@ -291,10 +295,7 @@ def fake_kernels_of_eager(laws: Laws | None = None) -> Generator[None]:
         _LengthsAsTensors(),
     ):
         rules.update(_RULES)
-        try:
-            yield
-        finally:
-            _forget()
+        yield
 
 
 def _caching_whole_storages_alone() -> contextlib.AbstractContextManager[Any]:
@@ -330,19 +331,6 @@ def _read_by_torch() -> None:
         warnings.simplefilter("ignore")
         importlib.import_module("torch._decomp.decompositions_for_jvp")
         lazy_load_decompositions()
-
-
-def _forget() -> None:
-    """Drops what torch has noted of results under other rules."""
-    noted: dict[Any, Any] = FakeTensorMode.cache
-    for key in [key for key in noted if _has_own_rule(key.key[0])]:
-        del noted[key]
-
-
-@functools.cache
-def _has_own_rule(operation: Any) -> bool:
-    laws, _ = known_laws()
-    return operation in _RULES or str(operation) in laws
 
 
 @contextlib.contextmanager

@@ -23,13 +23,13 @@ _Cache: Any = type(functools.lru_cache(lambda: None))
 def caches_of(module: nn.Module) -> list[Any]:
     """The caches that a module's code has: among its methods and attributes, and the functions beside them.
 
-    Functions that decorators hold count, and those that the files of these functions import, but for torch's.
+    Functions that decorators hold count, and those that their files import, but for torch and irc.
     """
     children = list(module.modules())
     kinds = {kind for child in children for kind in type(child).__mro__}
     waiting: list[Any] = [value for child in children for value in vars(child).values()]
     for kind in kinds:
-        if not _is_of_torch(kind.__module__):
+        if not _is_library(kind.__module__):
             waiting += vars(kind).values()
     seen: set[int] = set()
     found: list[Any] = []
@@ -43,7 +43,7 @@ def caches_of(module: nn.Module) -> list[Any]:
         elif type(value) is FunctionType:
             waiting += closed_over(value)
             names = value.__globals__
-            if id(names) not in seen and not _is_of_torch(str(names.get("__name__"))):
+            if id(names) not in seen and not _is_library(str(names.get("__name__"))):
                 seen.add(id(names))
                 waiting += names.values()
         else:
@@ -51,9 +51,9 @@ def caches_of(module: nn.Module) -> list[Any]:
     return found
 
 
-def _is_of_torch(module: str) -> bool:
-    """Whether a module is torch's: its caches hold no tensors of a forward, and there are hundreds."""
-    return module.partition(".")[0] == "torch"
+def _is_library(module: str) -> bool:
+    """Whether a module is torch's or irc's: hundreds of caches, and none holds a forward's tensors."""
+    return module.partition(".")[0] in ("torch", "irc")
 
 
 def forget_traced(caches: Iterable[Any]) -> None:

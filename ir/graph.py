@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +20,7 @@ __all__ = [
     "PAUSE",
     "RECEIVE",
     "RUN_ONCE",
+    "SEEDED",
     "SEND",
     "Argument",
     "Gradients",
@@ -37,15 +39,27 @@ __all__ = [
 ]
 
 
+SEEDED = "seeded"
+"""The kind of the symbol of a generator that each forward makes."""
+_SEEDED_NAME = re.compile(r"[0-9]+:([0-9]{1,20})@([a-z]+(?::[0-9]+)?)")
+
+
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """A named constant of the framework: kind is `dtype`, `device`, `layout` or `memory_format`.
 
-    One of the kind `generator` stands for a generator of the user's, by a number and its device: `0@cpu`.
+    One of the kind `generator` stands for a generator of the user's, by a number and its device: `0@cpu`. One
+    of the kind `seeded` stands for one that each forward makes, and has its seed, too: `0:7@cpu`.
     """
 
     kind: str
     name: str
+
+    @property
+    def seed_and_device(self) -> tuple[int, str] | None:
+        """The seed of a generator that each forward makes, and its device; None if it is no such symbol."""
+        parts = _SEEDED_NAME.fullmatch(self.name) if self.kind == SEEDED else None
+        return (int(parts[1]), parts[2]) if parts is not None and int(parts[1]) < 2**64 else None
 
 
 Argument = Value | Symbol | None | bool | int | float | complex | str | tuple["Argument", ...]
@@ -462,8 +476,13 @@ class Graph:
     @cached_property
     def generators(self) -> tuple[str, ...]:
         """The names of the generators of the user's that operations draw from, in order of appearance."""
-        found = (node.generator for node in self.nodes if Trait.RANDOM in node.traits)
-        return tuple(dict.fromkeys(each.name for each in found if isinstance(each, Symbol)))
+        return tuple(each.name for each in self.generator_symbols if each.kind != SEEDED)
+
+    @cached_property
+    def generator_symbols(self) -> tuple[Symbol, ...]:
+        """The generators that operations draw from, other than devices' own, in order of appearance."""
+        sources = (node.generator for node in self.nodes if Trait.RANDOM in node.traits)
+        return tuple(dict.fromkeys(source for source in sources if isinstance(source, Symbol)))
 
     @cached_property
     def tied(self) -> dict[Value, Value]:

@@ -22,6 +22,7 @@ from ...ir import (
     FUSED,
     PAUSE,
     RECEIVE,
+    SEEDED,
     SEND,
     Argument,
     Compute,
@@ -243,15 +244,15 @@ class _Emitter:
         self.operations: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         """The variable of each kernel, by its text."""
-        self.generators: dict[str, str] = {}
-        """The variable of each generator of the user's, by its name in the graph."""
+        self.generators: dict[Symbol, str] = {}
+        """The variable of each generator that is no device's own: those of the user's come with a call."""
         self.replayed = _repeated_nodes(schedule)
         self.ran: set[Node] = set()
         self.own: set[Callable[..., Any]] = set()
         """The functions of irc that are called."""
         self.taken: set[str] = set(_RESERVED)
-        for name in graph.generators:
-            self.generators[name] = self._unique("generator")
+        for symbol in sorted(graph.generator_symbols, key=lambda symbol: symbol.kind == SEEDED):
+            self.generators[symbol] = self._unique("generator")
         self.slots = slots
         self.numbers = {
             index: self._unique("number")
@@ -313,7 +314,8 @@ class _Emitter:
 
     def _input_table(self) -> list[str]:
         rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.label}") for i in self.statics]
-        rows += [_comment(f"  {name}: generator {key}") for key, name in self.generators.items()]
+        given = self.generators.items()
+        rows += [_comment(f"  {name}: generator {key.name}") for key, name in given if key.kind != SEEDED]
         rows += [_comment(f"  {name}: number {index}") for index, name in self.numbers.items()]
         rows += [_comment("  length: the length of the call")] if self.lengths is not None else []
         return [_comment("inputs:"), *rows]
@@ -360,24 +362,26 @@ class _Emitter:
                 yield f"{self._name(value)} = {source}[{index}]"
 
     def _unpack_generators(self, body: Iterable[Instruction]) -> Iterator[str]:
-        """Assigns names to the generators of the user's that a body draws from."""
-        drawn_from = {i.node.generator for i in body if isinstance(i, Compute)}
-        for index, (key, name) in enumerate(self.generators.items(), len(self.statics)):
-            if Symbol("generator", key) in drawn_from:
+        """Assigns names to the generators that a body draws from, other than devices' own."""
+        drawn_from = {i.node.generator for i in body if isinstance(i, Compute) and i.node not in self.ran}
+        for index, (symbol, name) in enumerate(self.generators.items(), len(self.statics)):
+            if symbol in drawn_from and (made := symbol.seed_and_device) is not None:
+                yield f"{name} = torch.Generator({_literal(made[1])}).manual_seed({made[0]})"
+            elif symbol in drawn_from:
                 yield f"{name} = inputs[{index}]"
 
     def _unpack_numbers(self, body: Iterable[Instruction]) -> Iterator[str]:
         """Assigns names to the numbers of a call that a body computes with."""
         places = [self.slots.get(i.node.name, {}) for i in body if isinstance(i, Compute)]
         read = {index for each in places for index in each.values()}
-        first = len(self.statics) + len(self.generators)
+        first = len(self.statics) + len(self.graph.generators)
         for index, name in self.numbers.items():
             if index in read:
                 yield f"{name} = inputs[{first + index}]"
 
     def _unpack_length(self) -> Iterator[str]:
         if self.lengths is not None:
-            yield f"length = inputs[{len(self.statics) + len(self.generators) + len(self.numbers)}]"
+            yield f"length = inputs[{len(self.statics) + len(self.graph.generators) + len(self.numbers)}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yields the values that are variables: views are followed to their bases."""
@@ -601,8 +605,8 @@ class _Emitter:
                 return self._expression(self.views.shortest(argument))
             case tuple():
                 return f"[{', '.join(self._argument(item) for item in argument)}]"
-            case Symbol("generator", name):
-                return self.generators[name]
+            case Symbol() if argument in self.generators:
+                return self.generators[argument]
             case Symbol():
                 return _symbol(argument)
             case Polynomial():

@@ -494,6 +494,7 @@ def _trace(
 ) -> tuple[JointWithDescriptors, Scopes]:
     """Returns the joint graph of AOTAutograd, and the scopes of annotations; raises why there is none."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
+    stack.enter_context(flat.state.generators.standing_in())  # in backward, too
     stack.enter_context(torch.enable_grad())
     fake_mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))

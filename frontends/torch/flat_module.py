@@ -99,7 +99,7 @@ class FlatModule(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        refusing = refusing_writes((args, kwargs)), self.state.generators.refusing_seeds()
+        refusing = refusing_writes((args, kwargs)), self.state.generators.one_run()
         with refusing[0], refusing[1], self.packed.standing_in(), self.attributes.shown(tensors):
             return self.module.forward(*args, **kwargs)
 

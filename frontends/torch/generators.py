@@ -1,4 +1,4 @@
-"""Stands in for torch's generators while a forward is traced, which may draw from them and not seed them."""
+"""Stands in for torch's generators while a forward is traced, which may seed those alone that it makes."""
 
 # torch's own generator of the CPU has no other name that stays.
 # pyright: reportPrivateUsage=false
@@ -10,83 +10,172 @@ import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ir import THROUGH_DYNAMO, Location, Symbol, UnsupportedError
+from ...ir import SEEDED, THROUGH_DYNAMO, Location, Symbol, UnsupportedError
 from ...torch_support.containers import put_item
-from .source_lines import user_line
+from .annotation_scopes import Scope, Scopes
+from .source_lines import is_library, user_line
 
 __all__ = ["Generators", "is_torch_generator"]
 
 
-class _StandIn(torch.Generator):
-    """Stands for a generator, and refuses to be seeded by the thread that made it.
+_TorchGenerator = torch.Generator
+"""torch's own class: while a forward is traced, its name stands for another."""
+_RANDOM = torch.random.__file__, torch.cuda.random.__file__
+
+
+class _StandIn(_TorchGenerator):
+    """Stands for a generator; refuses that the thread that made it seeds it, or reads its state.
 
     Args:
         original: The generator.
         words: Its name in messages.
-        is_read: Whether its state is asked of the original, from which the traced thread may draw.
+        is_read: Whether its state is asked of the original, as torch's checkpoints do.
+
+    Attributes:
+        scopes: The stretches of the forward that it is seeded in.
     """
+
+    scopes: tuple[Scope, ...] = ()
 
     def __new__(cls, original: torch.Generator, words: str, *, is_read: bool = False) -> _StandIn:
         return super().__new__(cls, original.device)  # pyright: ignore[reportCallIssue]
 
     def __init__(self, original: torch.Generator, words: str, *, is_read: bool = False) -> None:
-        torch.Generator.set_state(self, original.get_state())
+        _TorchGenerator.set_state(self, original.get_state())
         self.original, self.words, self.is_read = original, words, is_read
         self.thread = threading.get_ident()
         self.refusals: list[UnsupportedError] = []
 
+    def refuse(self, code: str, message: str, help: str) -> NoReturn:
+        """Refuses what the forward does, even if it goes on."""
+        at = Location(source=user_line(inspect.currentframe()))
+        self.refusals.append(UnsupportedError(code, message, at=at, help=f"{help}; or {THROUGH_DYNAMO}"))
+        raise self.refusals[-1]
 
-def _seeding(name: str) -> Callable[..., Any]:
+
+def _refusing(name: str, refuse: Callable[[_StandIn], NoReturn]) -> Callable[..., Any]:
     def method(self: _StandIn, *args: Any) -> Any:
-        if threading.get_ident() != self.thread:
+        frame = inspect.currentframe()
+        is_torchs = user_line(frame) is None or (name == "get_state" and self.is_read and _is_by_torch(frame))
+        if is_torchs or threading.get_ident() != self.thread:
             return getattr(self.original, name)(*args)
-        error = UnsupportedError(
-            "IRC338",
-            f"the forward seeds {self.words} or sets its state; a plan would not",
-            at=Location(source=user_line(inspect.currentframe())),
-            help="move it out of the module, before the call or around it (with torch.random.fork_rng()); or "
-            f"{THROUGH_DYNAMO}, which leaves torch.manual_seed to Python",
-        )
-        self.refusals.append(error)
-        raise error
+        return refuse(self)
 
     return method
 
 
-def _reading(name: str) -> Callable[..., Any]:
-    def method(self: _StandIn, *args: Any) -> Any:
-        is_other = self.is_read or threading.get_ident() != self.thread
-        return getattr(self.original if is_other else super(_StandIn, self), name)(*args)
+def _refuse_seed(of: _StandIn) -> NoReturn:
+    of.refuse(
+        "IRC338",
+        f"the forward seeds {of.words} or sets its state; a plan would not",
+        "move it out of the module, before the call or around it (with torch.random.fork_rng()), or draw in "
+        "the forward from torch.Generator().manual_seed()",
+    )
 
-    return method
+
+def _refuse_read(of: _StandIn) -> NoReturn:
+    of.refuse(
+        "IRC338",
+        f"the forward reads the state or the seed of {of.words}; a plan would freeze it",
+        "pass what it reads as an argument",
+    )
 
 
 for _name in ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"):
-    setattr(_StandIn, _name, _seeding(_name))
+    setattr(_StandIn, _name, _refusing(_name, _refuse_seed))
 for _name in ("get_state", "get_offset", "initial_seed", "clone_state", "graphsafe_get_state"):
-    setattr(_StandIn, _name, _reading(_name))
+    setattr(_StandIn, _name, _refusing(_name, _refuse_read))
+
+
+def _is_by_torch(frame: FrameType | None) -> bool:
+    """Whether torch's checkpoints, and not the model, ask the functions of `torch.random` for a state."""
+    while frame is not None and frame.f_code.co_filename in (__file__, *_RANDOM):
+        frame = frame.f_back
+    return frame is not None and is_library(frame)
+
+
+class _LikeTorchs(type(_TorchGenerator)):
+    """Lets all generators be instances of a class that stands for torch's."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _TorchGenerator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _TorchGenerator)
+
+
+class _Made(_StandIn, metaclass=_LikeTorchs):
+    """A generator that the forward makes; `original`, which the graph names, is another after each seed."""
+
+    of_thread = threading.local()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        original = _TorchGenerator(*args, **kwargs)
+        return super().__new__(cls, original, "") if vars(cls.of_thread) else original
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_TorchGenerator(*args, **kwargs), "a generator that it makes")
+        self.scopes = _open_scopes()
+        self.of_thread.generators.of_run.append(self)
+
+    def manual_seed(self, seed: int) -> _Made:
+        self.original = _TorchGenerator(self.device).manual_seed(seed)
+        self.scopes = _open_scopes()
+        return self
+
+    def initial_seed(self) -> int:
+        return self.original.initial_seed()
+
+
+class _NamesSeeds(TorchDispatchMode):
+    """Lets draws from a generator that the forward makes name the one of its latest seed.
+
+    Args:
+        generators: Those of the forward.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, generators: Generators) -> None:
+        super().__init__()
+        self.generators = generators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
+            args, kwargs = pytree.tree_map_only(
+                _TorchGenerator, self.generators.drawn_from, (args, kwargs or {})
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
 class Generators:
-    """Finds the generators of the user's that a forward draws from.
+    """Finds the generators of the user's that a forward draws from, and those that it makes.
 
     Attributes:
-        originals: The generators by their names in the graph.
+        originals: The user's generators by their names in the graph.
+        of_run: Those that the latest run of the forward has made.
+        seeded: What that run drew from of these, one for each seed.
     """
 
     originals: dict[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
+    of_run: list[_Made] = field(default_factory=list[_Made])
+    seeded: list[torch.Generator] = field(default_factory=list[torch.Generator])
     _stand_ins: dict[int, tuple[str, _StandIn]] = field(default_factory=dict[int, tuple[str, _StandIn]])
 
     def symbol_of(self, found: torch.Generator) -> Symbol | None:
         """Returns the constant of the graph for a generator that was drawn from; None for a device's own.
 
         Raises:
-            LookupError: The forward has made the generator, or found it where nobody looks.
+            LookupError: The forward found the generator where nobody looks, or backward has made it.
         """
         if found.device.type == "cpu" and _is_same(found, torch.default_generator):
             return None
@@ -95,7 +184,33 @@ class Generators:
         for name, stand_in in self._stand_ins.values():
             if _is_same(found, stand_in):
                 return Symbol("generator", name) if name else None
+        for place, seeded in enumerate(self.seeded):
+            if _is_same(found, seeded):
+                return Symbol(SEEDED, f"{place}:{seeded.initial_seed()}@{seeded.device}")
         raise LookupError
+
+    def drawn_from(self, found: torch.Generator) -> torch.Generator:
+        """Returns the generator that the graph names for one that the forward draws from.
+
+        Eager runs the function of a checkpoint again in backward: a generator from outside of it has moved.
+        """
+        own = (*self.of_run, *(stand_in for name, stand_in in self._stand_ins.values() if name))
+        drawn = next((each for each in own if _is_same(found, each)), None)
+        if drawn is None:
+            return found
+        for scope in _open_scopes():
+            if scope.runs_again and scope not in drawn.scopes:
+                drawn.refuse(
+                    "IRC339",
+                    f"torch.utils.checkpoint{scope.where} draws from {drawn.words}, which it does not seed: "
+                    "eager draws other numbers in backward, and gradients are those of another function",
+                    "draw before the checkpoint, seed a generator within it, or call the function without it",
+                )
+        if drawn not in self.of_run:
+            return found
+        if drawn.original not in self.seeded:
+            self.seeded.append(drawn.original)
+        return drawn.original
 
     def leaf(self, leaf: Any) -> Any:
         """Returns the stand-in of an argument that is a generator; other arguments as they are."""
@@ -124,25 +239,48 @@ class Generators:
                 put_item(held, key, original)
 
     @contextlib.contextmanager
-    def refusing_seeds(self) -> Generator[None]:
-        """Refuses (IRC338) that a forward seeds a generator, by `torch.manual_seed` say, even if it goes on.
+    def one_run(self) -> Generator[None]:
+        """Around one run of the forward: finds what it seeds.
+
+        Raises:
+            UnsupportedError: IRC338 for another number than in the run before; as of `standing_in`.
+        """
+        seeds_before = [each.initial_seed() for each in self.seeded]
+        self.of_run, self.seeded = [], []
+        with self.standing_in(), _NamesSeeds(self):
+            yield
+        seeds = [each.initial_seed() for each in self.seeded]
+        if len(seeds) == len(seeds_before) and seeds != seeds_before:
+            raise UnsupportedError(
+                "IRC338",
+                "the forward seeds a generator with another number in each run; a plan would freeze it",
+                help=f"seed it with a constant, or pass the number as an argument; or {THROUGH_DYNAMO}",
+            )
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Generator[None]:
+        """Refuses what stand-ins refuse, even if the model goes on.
 
         All functions of `torch.random` reach the generator by a global of their module.
         """
         owners: tuple[Any, ...] = torch, torch.random, torch._C
-        cpu, gpus = torch._C.default_generator, tuple(map(_original, torch.cuda.default_generators))
-        stand_in = self._of_device(cpu)
+        cpu, gpus, by = torch._C.default_generator, torch.cuda.default_generators, torch.Generator
+        stand_in = self._of_device(_original(cpu))
         for owner in owners:
             owner.default_generator = stand_in
-        torch.cuda.default_generators = tuple(map(self._of_device, gpus))
+        torch.cuda.default_generators = tuple(self._of_device(_original(gpu)) for gpu in gpus)
+        torch.Generator, _Made.of_thread.generators = _Made, self
         try:
             yield
         finally:
             for owner in owners:
                 owner.default_generator = cpu
             torch.cuda.default_generators = gpus
-        for _, each in self._stand_ins.values():
-            if each.refusals:  # the forward may have gone on
+            torch.Generator = by
+            if by is _TorchGenerator:
+                del _Made.of_thread.generators
+        for each in (*(stand_in for _, stand_in in self._stand_ins.values()), *self.of_run):
+            if each.refusals:
                 raise each.refusals[0]
 
     def _stand_in(self, original: torch.Generator, words: str) -> _StandIn:
@@ -160,6 +298,11 @@ class Generators:
 def is_torch_generator(value: Any) -> bool:
     """Whether a value is a generator of torch's."""
     return issubclass(type(value), torch.Generator)
+
+
+def _open_scopes() -> tuple[Scope, ...]:
+    scopes = Scopes.current()
+    return () if scopes is None else scopes.around(None)
 
 
 def _original(generator: torch.Generator) -> torch.Generator:

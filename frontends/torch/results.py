@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir import THROUGH_DYNAMO, UnsupportedError
 from ...torch_support.pytree import flatten, flatten_arguments
+from .generators import is_torch_generator
 from .object_graph import HeldObject, changed, holds_traced, reach_of
 from .state import state_changes
 
@@ -34,6 +35,12 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
             could not put its own tensor there.
     """
     leaves, tree = flatten(result, is_leaf=_is_size, kinds=_TRACED)
+    if any(map(is_torch_generator, leaves)):
+        raise UnsupportedError(
+            "IRC342",
+            "the forward returns a torch.Generator, which a planned step does not make",
+            help="return what is drawn from it, or keep it outside of the module",
+        )
     hidden = _hidden(leaves, _TRACED)
     if hidden is not None:
         if _is_openable_for(hidden, _TRACED):

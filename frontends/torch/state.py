@@ -246,6 +246,9 @@ class State:
                     else:
                         self.assignments.append((Assignment(name, key), new))
                     holder.put_back_item(key)
+                elif is_torch_generator(new):
+                    self.flipped.append(path)
+                    holder.put_back_item(key)
                 elif name is not None and not reads.is_read(holder.value, key) and is_plain(new):
                     holder.put_back_item(key)
                     self._assign_constant(name, key, path, new)

@@ -127,9 +127,11 @@ class _Translator:
     def run(self) -> Translation:
         traced = list(self.joint.graph_module.graph.nodes)
         results = TracedResults.of(traced[-1])
-        kept = [*_unread_draws(traced), *filter(_is_check, traced)]
-        forward = _needed([*(node for node, _ in results.forward()), *kept])
-        wanted = forward | _needed([node for node, _ in results.gradients if node is not None])
+        drawn = list(filter(draws, traced))  # each moves a generator, whoever reads it
+        drawn_first = [node for node in drawn if node.meta.get("partitioner_tag") != "is_backward"]
+        results_of_forward = (node for node, _ in results.forward())
+        forward = _needed([*results_of_forward, *drawn_first, *filter(_is_check, traced)])
+        wanted = forward | _needed([*drawn, *(node for node, _ in results.gradients if node is not None)])
         for node in traced:
             if node.op in ("placeholder", "get_attr") and (node.op == "placeholder" or node in wanted):
                 self._input(node)
@@ -226,10 +228,10 @@ class _Translator:
         except LookupError:
             raise UnsupportedError(
                 "IRC334",
-                "the forward draws from a generator that it makes itself, or that no attribute leads to",
+                "the model draws from a generator that no attribute leads to, and not in the forward that "
+                "makes it by torch.Generator()",
                 at=next((location_of(user) for user in node.users), None),
-                help="keep the generator in an attribute of the module, or pass it as an argument; or "
-                f"{THROUGH_DYNAMO}",
+                help=f"keep it in an attribute of the module, or pass it as an argument; or {THROUGH_DYNAMO}",
             ) from None
 
     def _check_constant(self, node: fx.Node, found: object) -> None:
@@ -552,13 +554,6 @@ def _is_check(node: fx.Node) -> bool:
         return False
     operation: Any = node.args[1]
     return isinstance(operation, torch._ops.OpOverload) and not operation._schema.returns
-
-
-def _unread_draws(traced: Iterable[fx.Node]) -> list[fx.Node]:
-    """Draws of the forward that nothing reads: they move the generator, as they do in eager."""
-    unread = [node for node in traced if not node.users and draws(node)]
-    tangents = {node for node in traced if isinstance(node.meta.get("desc"), TangentAOTInput)}
-    return [node for node in unread if tangents.isdisjoint(_needed([node]))]
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:

@@ -7,6 +7,7 @@ from ..graph import (
     GENERATOR_STATE,
     PAUSE,
     RECEIVE,
+    SEEDED,
     SEND,
     Gradients,
     Graph,
@@ -217,6 +218,17 @@ class _GraphCheck:
                 message = f"{node.name} copies a state of {whole.nbytes} B into {state} of {made.nbytes} B"
                 fail("IRC142", message, node)
             return
+        source = node.generator
+        if isinstance(source, Symbol) and source.kind == SEEDED:
+            seeded = source.seed_and_device
+            if seeded is None or any(
+                v.type.device.partition(":")[0] != seeded[1].partition(":")[0] for v in node.values
+            ):
+                fail(
+                    "IRC142",
+                    f"{node.name} draws from {source.name}, which is no generator of its device",
+                    node,
+                )
         state = node.generator_state
         if state is not None and (state, node.generator) != self.generator_state:
             fail("IRC142", f"{node.name} reads {state}, which is not the state that it begins from", node)

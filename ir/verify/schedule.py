@@ -338,6 +338,13 @@ class _ScheduleCheck:
             self.fail("IRC125", "the loss occurs twice")
         self.deliver([o for o in self.graph.outputs if o.role is OutputRole.OUTPUT], "at the loss")
         self.crossing()
+        for node in self.facts.in_order[self.in_order_done :]:
+            if node.region is Region.FORWARD:
+                self.fail(
+                    "IRC124",
+                    f"the loss is computed before {node.name} runs: not the order of the graph",
+                    node,
+                )
         self.lost = True
         arriving_bytes = sum(storage.nbytes for storage in self.facts.tangents)
         after_loss_bytes = arriving_bytes + self.graph.loss_held_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...ir import RUN_ONCE, Graph, Input, InputRole, Node, OutputRole, Region, Storage, Trait, Value
+from ...ir import RUN_ONCE, SEEDED, Graph, Input, InputRole, Node, OutputRole, Region, Storage, Trait, Value
 
 __all__ = ["Dataflow", "Placement", "place_backward"]
 
@@ -82,7 +82,8 @@ class Dataflow:
     def together(self) -> tuple[frozenset[Node], ...]:
         """Operations of forward that must be in one stage.
 
-        They touch a storage that is overwritten, or are a draw and the copy of the state that it begins from.
+        They touch a storage that is overwritten, or are a draw and the copy of the state that it begins from,
+        or draws from one generator that each forward makes.
         """
         groups: dict[Storage, set[Node]] = {storage: set() for storage in self.written}
         for node in self.graph.operations:
@@ -93,6 +94,9 @@ class Dataflow:
         producers = self.graph.producers
         draws = ((node, node.generator_state) for node in self.graph.operations)
         states = [frozenset((node, producers[s.storage])) for node, s in draws if s is not None]
+        sources = {node: node.generator for node in self.graph.operations if Trait.RANDOM in node.traits}
+        seeded = (symbol for symbol in self.graph.generator_symbols if symbol.kind == SEEDED)
+        states += [frozenset(node for node, source in sources.items() if source == each) for each in seeded]
         return (*(frozenset(group) for group in groups.values() if group), *states)
 
     @cached_property

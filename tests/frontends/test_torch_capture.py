@@ -279,9 +279,10 @@ def _outside(m: Any, x: Tensor) -> Tensor:
 
 
 def _generator(m: Any, x: Tensor) -> Tensor:
-    return m.lin(x) + torch.rand(4, generator=torch.Generator())
+    return m.lin(x) + torch.rand(4, generator=_PLAIN())
 
 
+_PLAIN = torch.Generator
 _STATE = torch.zeros(4)
 _WEIGHT = torch.ones(4, requires_grad=True)
 
@@ -297,7 +298,7 @@ _WEIGHT = torch.ones(4, requires_grad=True)
         (_writes_parameter, "IRC336", "parameter lin.weight", False),
         (_writes_constant, "IRC336", "not a parameter, buffer or input", False),
         (_outside, "IRC334", "tensor of shape [4] that requires a gradient", True),
-        (_generator, "IRC334", "a generator that it makes itself", True),
+        (_generator, "IRC334", "a generator that no attribute leads to", True),
     ],
 )
 def test_what_has_no_place_in_a_plan_is_refused_with_the_line(

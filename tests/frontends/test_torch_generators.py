@@ -9,14 +9,17 @@ import contextlib
 import copy
 import operator
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.torch_cases import Model, assert_same, keep_all, outcome
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import irc
 from irc.backends.torch import bind_program, compile_program
@@ -27,8 +30,12 @@ from irc.ir import (
     Graph,
     Schedule,
     UnsupportedError,
+    VerificationError,
+    parse_graph,
     parse_program,
+    print_graph,
     print_program,
+    verify_graph,
 )
 from irc.passes import Cost, PassManager, PlanMemory, Program, ReplayDraws
 
@@ -71,9 +78,15 @@ def keep_none(graph: Graph) -> Schedule:
     return program.schedule
 
 
+def _of_seeded(draw: Draw) -> Draw:
+    """The same draw from a generator that the forward makes."""
+    return lambda m, h: draw(SimpleNamespace(g=torch.Generator().manual_seed(9)), h)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_from_an_attribute_run_again(name: str) -> None:
-    module, x = drawing(DRAWS[name]), torch.randn(128, 16)
+def test_draws_from_a_generator_run_again(name: str, *, is_made: bool) -> None:
+    module, x = drawing(_of_seeded(DRAWS[name]) if is_made else DRAWS[name]), torch.randn(128, 16)
     original = copy.deepcopy(module)
     before = module.g.get_state()
     captured = capture(module, (x,))
@@ -130,11 +143,224 @@ def test_copies_draw_from_their_own_generators() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_generator_that_the_forward_makes_is_refused() -> None:
-    module = drawing(lambda m, h: torch.rand(16, generator=torch.Generator().manual_seed(3)))
-    with pytest.raises(UnsupportedError, match="a generator that it makes itself") as caught:
-        capture(module, (torch.randn(4, 16),))
-    assert caught.value.code == "IRC334" and "test_torch_generators.py" in str(caught.value)
+def _trains_as_eager(module: nn.Module, *calls: tuple[Any, ...]) -> None:
+    original = copy.deepcopy(module)
+    ours: Any = irc.optimize(module, calls[0], "100%", costs="analytic")
+    for seed, args in enumerate(calls):
+        ends: list[dict[str, Any]] = []
+        for each in (ours, original):
+            each.zero_grad()
+            torch.manual_seed(seed)
+            result = each(*args)
+            drawn_between = torch.rand(2)
+            result.square().sum().backward()
+            ends.append({"result": result.detach(), "between": drawn_between, "state": torch.get_rng_state()})
+            ends[-1].update((name, parameter.grad) for name, parameter in each.named_parameters())
+        assert_same(*ends)
+
+
+def _seeded_again(m: Any, x: Tensor) -> Tensor:
+    g, other = torch.Generator(), torch.Generator("cpu").manual_seed(-3)
+    y = m.lin(x) * torch.rand(4, generator=g)
+    g.manual_seed(7)
+    y = y * torch.rand(4, generator=g) * torch.rand(4, generator=other) * torch.rand(4, generator=g)
+    g.manual_seed(7)
+    same_seed = torch.Generator().manual_seed(g.initial_seed())
+    y = y * torch.rand(4, generator=g) + torch.rand(4, generator=same_seed) + torch.rand(4)
+    assert isinstance(g, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+    assert issubclass(type(g), torch.Generator) and not isinstance(3, torch.Generator)
+    return y * torch.rand(4, generator=other)
+
+
+def _checkpointed(m: Any, x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Tensor:
+        g = torch.Generator().manual_seed(9)
+        return (m.lin(x) * torch.rand(4, generator=g)).sin() * torch.rand(4, generator=g)
+
+    return checkpoint(function, x, use_reentrant=False)  # pyright: ignore
+
+
+def _thread(m: Any, x: Tensor) -> Tensor:
+    kinds: list[type] = []
+    thread = threading.Thread(target=lambda: kinds.append(type(torch.Generator().manual_seed(3))))
+    thread.start()
+    thread.join()
+    return m.lin(x) * (kinds == [torch._C.Generator])
+
+
+SEEDED: dict[str, Callable[..., Tensor]] = {
+    "seeded again": _seeded_again,
+    "in a checkpoint": _checkpointed,
+    "in another thread": _thread,
+    "under vmap": lambda m, x: torch.vmap(
+        lambda row: m.lin(row) * torch.rand(4, generator=torch.Generator()), randomness="different"
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_generator_that_the_forward_seeds_draws_the_same_in_each_step(name: str) -> None:
+    x = torch.randn(3, 4)
+    _trains_as_eager(Model(SEEDED[name], lin=nn.Linear(4, 4)), (x,), (x + 1,), (x,))
+    assert torch.Generator is torch._C.Generator
+
+
+def test_a_seed_that_is_an_argument_asks_for_a_plan() -> None:
+    def forward(m: Any, x: Tensor, seed: int) -> Tensor:
+        return m.lin(x) * torch.rand(4, generator=torch.Generator().manual_seed(seed))
+
+    x = torch.randn(3, 4)
+    _trains_as_eager(Model(forward, lin=nn.Linear(4, 4)), (x, 3), (x, 4), (x, 3))
+
+
+class _DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, generator: torch.Generator | None, draw: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.generator, ctx.draw = generator, draw
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        torch.rand(3)
+        return gradient * ctx.draw(gradient.shape, ctx.generator), None, None
+
+
+class _SavesADraw(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.rand(x.shape))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * ctx.saved_tensors[0]
+
+
+def test_draws_that_backward_alone_reads_move_the_generator_where_eager_does() -> None:
+    """What the forward draws for backward is not drawn there, and what backward draws for nobody is."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = _SavesADraw.apply(m.lin(x)) * torch.rand(64)  # pyright: ignore
+        y = _DrawsInBackward.apply(y.sin(), None, lambda shape, g: torch.rand(shape))  # pyright: ignore
+        return _SavesADraw.apply(y.sin())  # pyright: ignore
+
+    x = torch.randn(64, 64)
+    _trains_as_eager(Model(forward, lin=nn.Linear(64, 64)), (x,), (x + 1,))
+
+
+def _drawn_from_made(change: Callable[[torch.Generator], Any]) -> Callable[[Any, Tensor], Any]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        g = torch.Generator()
+        return m.lin(x) * torch.rand(4, generator=change(g) or g)
+
+    return forward
+
+
+def _in_backward(draw: Callable[..., Tensor], *, is_made: bool = False) -> Callable[[Any, Tensor], Any]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        generator = torch.Generator() if is_made else m.g
+        return _DrawsInBackward.apply(m.lin(x), generator, draw)  # pyright: ignore
+
+    return forward
+
+
+def _from_outside(m: Any, x: Tensor) -> Tensor:
+    g = torch.Generator()
+    return checkpoint(lambda x: m.lin(x) * torch.rand(4, generator=g), x, use_reentrant=False)  # pyright: ignore
+
+
+def _assigned(m: Any, x: Tensor) -> Tensor:
+    m.last = torch.Generator().manual_seed(3)
+    return m.lin(x) * torch.rand(4, generator=m.last)
+
+
+def _made_once(m: Any, x: Tensor) -> Tensor:
+    m.first = getattr(m, "first", None) or torch.Generator().manual_seed(3)
+    return m.lin(x) * torch.rand(4, generator=m.first)
+
+
+UNKNOWN: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "seed": ("IRC338", "the forward seeds a generator that it makes", _drawn_from_made(lambda g: g.seed())),
+    "set_state": (
+        "IRC338",
+        "the forward seeds a generator that it makes",
+        _drawn_from_made(lambda g: g.set_state(torch.zeros(5056, dtype=torch.uint8))),
+    ),
+    "clone_state": ("IRC338", "reads the state", _drawn_from_made(lambda g: g.clone_state())),
+    "get_state": ("IRC338", "reads the state", _drawn_from_made(lambda g: bool(g.get_state().sum()))),
+    "a copy": ("IRC334", "no attribute leads to", _drawn_from_made(lambda g: _PLAIN())),
+    "a clock": (
+        "IRC338",
+        "with another number in each run",
+        _drawn_from_made(lambda g: g.manual_seed(time.perf_counter_ns())),
+    ),
+    "torch's seed": (
+        "IRC338",
+        "reads the state",
+        _drawn_from_made(lambda g: g.manual_seed(torch.initial_seed())),
+    ),
+    "torch's state": ("IRC338", "reads the state", lambda m, x: m.lin(x) + torch.get_rng_state()[:4]),
+    "its own state": ("IRC338", "reads the state", lambda m, x: m.lin(x) + m.g.get_state()[:4]),
+    "assigned": ("IRC338", "changes Python state: last", _assigned),
+    "made once": ("IRC338", "changes Python state: first", _made_once),
+    "returned": ("IRC342", "returns a torch.Generator", lambda m, x: (m.lin(x), torch.Generator())),
+    "its own is returned": ("IRC342", "returns a torch.Generator", lambda m, x: (m.lin(x), m.g)),
+    "a checkpoint": ("IRC339", "draws from a generator that it makes", _from_outside),
+    "its own in a checkpoint": (
+        "IRC339",
+        "draws from the generator g",
+        lambda m, x: checkpoint(lambda x: m.lin(x) * torch.rand(4, generator=m.g), x, use_reentrant=False),
+    ),
+    "made in backward": (
+        "IRC334",
+        "not in the forward",
+        _in_backward(lambda shape, g: torch.rand(shape, generator=torch.Generator())),
+    ),
+    "drawn from in backward": (
+        "IRC334",
+        "not in the forward",
+        _in_backward(lambda shape, g: torch.rand(shape, generator=g), is_made=True),
+    ),
+    "seeded in backward": (
+        "IRC338",
+        "the forward seeds torch's generator of cpu",
+        _in_backward(lambda shape, g: torch.manual_seed(3) and torch.rand(shape)),
+    ),
+}
+_PLAIN = torch.Generator
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_generator_whose_state_a_plan_does_not_know_is_refused(name: str) -> None:
+    code, message, forward = UNKNOWN[name]
+    module: Any = Model(forward, lin=nn.Linear(4, 4))
+    module.g = torch.Generator()
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        capture(module, (torch.randn(3, 4),))
+    assert caught.value.code == code and caught.value.help is not None
+
+
+def test_the_cures_for_generators_train() -> None:
+    """A generator that the first call alone makes, one in an attribute, and one that a checkpoint seeds."""
+    x = torch.randn(3, 4)
+    module: Any = Model(_made_once, lin=nn.Linear(4, 4))
+    module(x)
+    _trains_as_eager(module, (x,), (x,), (x,))
+    module = Model(_in_backward(lambda shape, g: torch.rand(shape, generator=g)), lin=nn.Linear(4, 4))
+    module.g = torch.Generator()
+    _trains_as_eager(module, (x,), (x,), (x,))
+
+
+@pytest.mark.parametrize("name", ["0:x@cpu", "0:7@cuda:0", f"0:{2**64}@cpu", "7@cpu"])
+def test_a_written_generator_that_is_none_is_refused(name: str) -> None:
+    graph = capture(drawing(_of_seeded(DRAWS["rand"])), (torch.randn(4, 16),)).graph
+    assert not graph.generators and {each.kind for each in graph.generator_symbols} == {"seeded"}
+    text = print_graph(graph).replace(graph.generator_symbols[0].name, name)
+    with pytest.raises(VerificationError) as caught:
+        verify_graph(parse_graph(text))
+    assert caught.value.code == "IRC142"
 
 
 def _forked(m: Any, h: Tensor) -> Tensor:
@@ -150,10 +376,11 @@ def _then_drawn(act: Callable[[Any], object]) -> Draw:
     return draw
 
 
+_TORCHS_STATE = torch.get_rng_state()
 SEEDS: dict[str, Draw] = {
     "manual_seed": _then_drawn(lambda m: torch.manual_seed(3)),
     "seed": _then_drawn(lambda m: torch.seed()),
-    "set_rng_state": _then_drawn(lambda m: torch.set_rng_state(torch.get_rng_state())),
+    "set_rng_state": _then_drawn(lambda m: torch.set_rng_state(_TORCHS_STATE)),
     "the generator itself": _then_drawn(lambda m: torch.default_generator.manual_seed(3)),
     "fork_rng": _forked,
     "a generator of its own": _then_drawn(lambda m: m.g.manual_seed(4)),

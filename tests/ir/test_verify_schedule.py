@@ -280,6 +280,16 @@ def test_the_sound_schedule_is_sound() -> None:
     )
 
 
+def test_a_draw_of_forward_runs_before_the_loss() -> None:
+    draw = '  s = op() -> %s: float32[8]{1} @s traits(random) loc(source="m.py:8")'
+    text = SOUND.replace("  storage @g", "  storage @s 32 cpu\n  storage @g").replace(
+        "backward:", f"{draw}\nbackward:"
+    )
+    late = refused(text.replace("  loss\n", "  loss\n  compute s keep()\n"))
+    assert late.code == "IRC124" and "the loss is computed before s runs" in late.message
+    verify_schedule(parse_program(text.replace("  loss\n", "  compute s keep()\n  loss\n")), {})
+
+
 @pytest.mark.parametrize(
     ("old", "new", "code", "line", "message"),
     [

@@ -21,6 +21,7 @@ from irc.ir import (
     OutputRole,
     Region,
     Value,
+    parse_graph,
     verify_graph,
     verify_schedule,
 )
@@ -185,3 +186,15 @@ def test_bytes_at_boundaries_are_those_of_the_values_that_cross_them(
     placement = place_backward(flow, stages, count)
     expected = [(b.forward_bytes, b.backward_bytes) for b in boundary_values(flow, placement, count)]
     assert boundary_bytes(flow, placement, count) == expected
+
+
+def test_draws_from_a_generator_that_a_forward_makes_are_in_one_stage() -> None:
+    lines = (
+        f'  r{k} = aten.rand.generator((4,), generator=seeded("{g}:7@cpu")) -> %r{k}: float32[4]{{1}} @r{k} '
+        "traits(random)"
+        for k, g in enumerate((0, 1, 0))
+    )
+    storages = (f"  storage @r{k} 64 cpu" for k in range(3))
+    graph = parse_graph("\n".join(["graph {", *storages, "forward:", *lines, "backward:", "}", ""]))
+    first, other, second = graph.nodes
+    assert set(Dataflow(graph).together) == {frozenset({first, second}), frozenset({other})}

@@ -189,12 +189,13 @@ def test_bytes_at_boundaries_are_those_of_the_values_that_cross_them(
 
 
 def test_draws_from_a_generator_that_a_forward_makes_are_in_one_stage() -> None:
-    lines = (
-        f'  r{k} = aten.rand.generator((4,), generator=seeded("{g}:7@cpu")) -> %r{k}: float32[4]{{1}} @r{k} '
-        "traits(random)"
-        for k, g in enumerate((0, 1, 0))
+    draws = (
+        f'  r{k} = rand((4,), generator=seeded("{name}")) -> %r{k}: float32[4]{{1}} @r{k} traits(random)'
+        for k, name in enumerate(("0:7@cpu", "1:7@cpu", "0:7@cpu"))
     )
     storages = (f"  storage @r{k} 64 cpu" for k in range(3))
-    graph = parse_graph("\n".join(["graph {", *storages, "forward:", *lines, "backward:", "}", ""]))
+    graph = parse_graph(
+        "\n".join(["graph loss_bytes=0 {", *storages, "forward:", *draws, "backward:", "}", ""])
+    )
     first, other, second = graph.nodes
     assert set(Dataflow(graph).together) == {frozenset({first, second}), frozenset({other})}

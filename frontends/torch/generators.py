@@ -31,8 +31,12 @@ _TorchGenerator = torch.Generator
 _RANDOM = torch.random.__file__, torch.cuda.random.__file__
 
 
+_tracing = threading.local()
+"""Has the `Generators` of the model that this thread traces."""
+
+
 class _StandIn(_TorchGenerator):
-    """Stands for a generator; refuses that the thread that made it seeds it, or reads its state.
+    """Stands for a generator; refuses that a thread seeds it, or reads its state, while it traces.
 
     Args:
         original: The generator.
@@ -51,7 +55,6 @@ class _StandIn(_TorchGenerator):
     def __init__(self, original: torch.Generator, words: str, *, is_read: bool = False) -> None:
         _TorchGenerator.set_state(self, original.get_state())
         self.original, self.words, self.is_read = original, words, is_read
-        self.thread = threading.get_ident()
         self.refusals: list[UnsupportedError] = []
 
     def refuse(self, code: str, message: str, help: str) -> NoReturn:
@@ -65,8 +68,8 @@ def _refusing(name: str, refuse: Callable[[_StandIn], NoReturn]) -> Callable[...
     def method(self: _StandIn, *args: Any) -> Any:
         frame = inspect.currentframe()
         is_torchs = user_line(frame) is None or (name == "get_state" and self.is_read and _is_by_torch(frame))
-        if is_torchs or threading.get_ident() != self.thread:
-            return getattr(self.original, name)(*args)
+        if is_torchs or not vars(_tracing):
+            return getattr(_TorchGenerator, name)(self.original, *args)
         return refuse(self)
 
     return method
@@ -113,26 +116,29 @@ class _LikeTorchs(type(_TorchGenerator)):
 
 
 class _Made(_StandIn, metaclass=_LikeTorchs):
-    """A generator that the forward makes; `original`, which the graph names, is another after each seed."""
+    """A generator that the forward makes, and that caches may keep: elsewhere it is one as any other.
 
-    of_thread = threading.local()
+    Attributes:
+        seeded: The generator that the graph names, another after each seed.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        original = _TorchGenerator(*args, **kwargs)
-        return super().__new__(cls, original, "") if vars(cls.of_thread) else original
+        generator = _TorchGenerator(*args, **kwargs)
+        return super().__new__(cls, generator, "") if vars(_tracing) else generator
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_TorchGenerator(*args, **kwargs), "a generator that it makes")
-        self.scopes = _open_scopes()
-        self.of_thread.generators.of_run.append(self)
+        self.seeded = _TorchGenerator(*args, **kwargs)
+        super().__init__(self.seeded, "a generator that it makes")
+        self.original, self.scopes = self, _open_scopes()
+        _tracing.generators.of_run.append(self)
 
     def manual_seed(self, seed: int) -> _Made:
-        self.original = _TorchGenerator(self.device).manual_seed(seed)
-        self.scopes = _open_scopes()
+        _TorchGenerator.manual_seed(self, seed)
+        self.seeded, self.scopes = _TorchGenerator(self.device).manual_seed(seed), _open_scopes()
         return self
 
     def initial_seed(self) -> int:
-        return self.original.initial_seed()
+        return _TorchGenerator.initial_seed(self)
 
 
 class _NamesSeeds(TorchDispatchMode):
@@ -194,8 +200,9 @@ class Generators:
 
         Eager runs the function of a checkpoint again in backward: a generator from outside of it has moved.
         """
-        own = (*self.of_run, *(stand_in for name, stand_in in self._stand_ins.values() if name))
-        drawn = next((each for each in own if _is_same(found, each)), None)
+        made = next((each for each in self.of_run if _is_same(found, each)), None)
+        given = (stand_in for name, stand_in in self._stand_ins.values() if name)
+        drawn = made or next((each for each in given if _is_same(found, each)), None)
         if drawn is None:
             return found
         for scope in _open_scopes():
@@ -206,11 +213,11 @@ class Generators:
                     "eager draws other numbers in backward, and gradients are those of another function",
                     "draw before the checkpoint, seed a generator within it, or call the function without it",
                 )
-        if drawn not in self.of_run:
+        if made is None:
             return found
-        if drawn.original not in self.seeded:
-            self.seeded.append(drawn.original)
-        return drawn.original
+        if made.seeded not in self.seeded:
+            self.seeded.append(made.seeded)
+        return made.seeded
 
     def leaf(self, leaf: Any) -> Any:
         """Returns the stand-in of an argument that is a generator; other arguments as they are."""
@@ -264,21 +271,22 @@ class Generators:
         All functions of `torch.random` reach the generator by a global of their module.
         """
         owners: tuple[Any, ...] = torch, torch.random, torch._C
-        cpu, gpus, by = torch._C.default_generator, torch.cuda.default_generators, torch.Generator
+        cpu, gpus = torch._C.default_generator, torch.cuda.default_generators
+        is_within = bool(vars(_tracing))
         stand_in = self._of_device(_original(cpu))
         for owner in owners:
             owner.default_generator = stand_in
         torch.cuda.default_generators = tuple(self._of_device(_original(gpu)) for gpu in gpus)
-        torch.Generator, _Made.of_thread.generators = _Made, self
+        torch.Generator, _tracing.generators = _Made, self
         try:
             yield
         finally:
             for owner in owners:
                 owner.default_generator = cpu
             torch.cuda.default_generators = gpus
-            torch.Generator = by
-            if by is _TorchGenerator:
-                del _Made.of_thread.generators
+            if not is_within:
+                torch.Generator = _TorchGenerator
+                del _tracing.generators
         for each in (*(stand_in for _, stand_in in self._stand_ins.values()), *self.of_run):
             if each.refusals:
                 raise each.refusals[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import threading
 import time
@@ -340,6 +341,21 @@ def test_a_generator_whose_state_a_plan_does_not_know_is_refused(name: str) -> N
     with pytest.raises(UnsupportedError, match=message) as caught:
         capture(module, (torch.randn(3, 4),))
     assert caught.value.code == code and caught.value.help is not None
+
+
+def test_a_generator_that_a_cache_keeps_draws_as_any_other_after_a_refusal() -> None:
+    @functools.cache
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(3)
+
+    module = Model(lambda m, x: m.lin(x) * torch.rand(4, generator=generator()), lin=nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match="no attribute leads to"):
+        capture(module, (torch.randn(3, 4),))
+    plain = torch.Generator().manual_seed(3)
+    assert torch.equal(torch.rand(4, generator=generator()), torch.rand(4, generator=plain))
+    assert torch.equal(generator().get_state(), plain.get_state())
+    assert generator().manual_seed(5).initial_seed() == 5
+    assert torch.equal(torch.rand(4, generator=generator()), torch.rand(4, generator=plain.manual_seed(5)))
 
 
 def test_the_cures_for_generators_train() -> None:

@@ -295,12 +295,13 @@ def _releases_gradients(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _restored(module: nn.Module, optimizer: Optimizer | None = None) -> Generator[None]:
-    """Afterwards, buffers are as before, and where optimizers take steps, parameters and their state."""
+    """Afterwards, buffers are as before, and parameters that are written, and the state of optimizers."""
     optimizers: dict[str, Optimizer] = dict(getattr(module, "irc_optimizers", {}))
     if optimizer is not None:
         optimizers[""] = optimizer
     states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in optimizers.items()}
-    tensors = [*module.buffers(), *(module.parameters() if optimizers else ())]
+    written = module.parameters() if optimizers else getattr(module, "irc_written", ())
+    tensors = [*module.buffers(), *written]
     before = [tensor.detach().clone() for tensor in tensors]
     try:
         yield

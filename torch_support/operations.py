@@ -21,6 +21,7 @@ from .draws import (
     generator_state,
 )
 from .recurrent_kernels import LSTM_KERNEL, run_lstm_kernel
+from .tensor_data import TENSOR_DATA, tensor_data
 
 __all__ = ["OWN_FUNCTIONS", "function_name", "function_of", "overload_of"]
 
@@ -31,6 +32,7 @@ OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     DROPOUT_PRODUCT: dropout_product,
     DROPOUT_BACKWARD: dropout_backward,
     CHECK_CLASSES: check_classes,
+    TENSOR_DATA: tensor_data,
 }
 """The functions of irc that run operations for which torch has none."""
 

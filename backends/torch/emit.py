@@ -232,14 +232,15 @@ class _Emitter:
         """The views that the body reads several times, which become variables."""
         self.bound: dict[Storage, list[Value]] = {}
         """The views of each storage that are variables now."""
+        inputs = {entry.value.storage: entry.value for entry in reversed(self.statics)}
         self.sums = {
-            value: node.operands[0]
+            value: inputs.get(value.storage, node.operands[0])
             for node in graph.nodes
             if Trait.EFFECT in node.traits
             for value in node.values
-            if value.storage is node.operands[0].storage and value.storage in graph.producers
+            if value.storage is node.operands[0].storage
         }
-        """The value that each sum which grows in place was before."""
+        """The value that each tensor was before it was written, such as a sum which grows in place."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
@@ -387,7 +388,9 @@ class _Emitter:
         """Yields the values that are variables: views are followed to their bases."""
         for value in values:
             producer = self.producers.get(value)
-            if producer is not None and producer.is_view:
+            if value in self.sums:
+                yield self.sums[value]
+            elif producer is not None and producer.is_view:
                 yield from self._bases(producer.operands)
             else:
                 yield value

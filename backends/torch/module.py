@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir import THROUGH_DYNAMO, IrcError, Location, Plan, Signature
+from ...ir import THROUGH_DYNAMO, InputRole, IrcError, Location, Plan, Signature
 from .assignments import Assigned
 from .beside_plan import as_they_are
 from .compiled_plan import CompiledPlan
@@ -108,6 +108,14 @@ class _Fitted(Persistent):
         """The optimizers that take their steps within backward, by the name of their parameter."""
         plans: PlanCache = self.__dict__[FITTED]
         return dict(plans.in_backward.optimizers)
+
+    @property
+    def irc_written(self) -> tuple[Tensor, ...]:
+        """The parameters that the forward itself writes."""
+        plans: PlanCache = self.__dict__[FITTED]
+        programs = (compiled.program for compiled in plans.compiled_plans)
+        written = dict.fromkeys(program.statics[k] for program in programs for k in program.written)
+        return tuple(self.get_parameter(i.target) for i in written if i.role is InputRole.PARAMETER)
 
     @property
     def irc_traffic(self) -> dict[str, Traffic]:

@@ -74,7 +74,7 @@ class Program:
             gradient are not part of the autograd graph, as in eager.
         kind: The way in which gradients of parameters are delivered.
         released: The parameters whose gradients are released within backward, by name.
-        read_by_backward: The indices of the static inputs that backward reads and forward does not write.
+        read_by_backward: The indices of the static inputs that backward reads as forward leaves them.
         read_again: The ones of them that only recomputations read.
         written: The indices of the static inputs that forward writes.
         forward: The emitted function.
@@ -178,6 +178,8 @@ def compile_program(
     dependencies = output_dependencies(graph)
     released = _released(graph, statics, dependencies)
     written = _written(graph)
+    effects = [node for node in graph.nodes if Trait.EFFECT in node.traits]
+    unread = written - {value.storage for node in effects for value in node.values}
     read_by_backward, recomputed_from = _read_by_backward(schedule)
     return Program(
         statics=statics,
@@ -187,8 +189,8 @@ def compile_program(
         differentiable=_differentiable(graph, statics, released),
         kind=graph.gradients,
         released=released,
-        read_by_backward=_indices(statics, read_by_backward - written),
-        read_again=frozenset(_indices(statics, recomputed_from - written)),
+        read_by_backward=_indices(statics, read_by_backward - unread),
+        read_again=frozenset(_indices(statics, recomputed_from - unread)),
         written=_indices(statics, written),
         forward=forward,
         backward=backward,

@@ -102,10 +102,11 @@ class _Step(torch.autograd.Function):
         if live_forwards is not None:
             live_forwards.enter(ctx, program, reason)
         with exclusive(in_backward):
-            versions = [(k, inputs[k]._version) for k in program.read_by_backward]
-            released = [(at.index, inputs[at.index]._version) for at in program.released.values()]
             with torch._C._DisableAutocast(), _given_up_on_error(copies):
                 outputs, saved = program.forward(inputs, *_last(copies))
+            # forward may have written them: backward reads what it left
+            versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+            released = [(at.index, inputs[at.index]._version) for at in program.released.values()]
             if in_backward is not None:
                 in_backward.pending.add(ctx)
         # autograd does not let the caller write into a view that this function made

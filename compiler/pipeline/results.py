@@ -42,11 +42,12 @@ def own_results(captured: Captured) -> Captured:
     static = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     written = {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits}
     for entry in static:
-        if entry.role is InputRole.INPUT and entry.value.storage in written:
+        if entry.role is not InputRole.BUFFER and entry.value.storage in written:
             raise UnsupportedError(
                 "IRC489",
-                f"the model writes into argument {entry.target}, which the other stages would not see",
-                help="write into a copy (clone()) instead",
+                f"the model writes into {entry.role.value} {entry.target}, which other stages, or the "
+                "micro-batches in flight, would not see as it was",
+                help="write into a copy (clone()) instead, or into parameters after the step",
             )
     copies: dict[int, Node] = {}
     deliveries: list[Delivery] = []

@@ -536,7 +536,19 @@ def _trace(
             raise _untraceable(error) from error
         raise unknown_object(f"an object of type {unwritten[1]}", raised_at(error)) from error
     except Exception as error:
-        raise _untraceable(error) from error
+        raise (_overwritten(error) if _OVERWRITTEN in str(error) else _untraceable(error)) from error
+
+
+_OVERWRITTEN = "modified by an inplace operation"
+
+
+def _overwritten(error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC337",
+        f"the forward writes over numbers that backward reads, which eager's backward refuses too: "
+        f"{first_line(error)}",
+        help="read from a copy (clone()) of what is written",
+    )
 
 
 def _writes_constant() -> UnsupportedError:

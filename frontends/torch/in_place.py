@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
@@ -21,9 +22,11 @@ from ...torch_support.layouts import same_layout
 from ...torch_support.operations import overload_of
 from .fixups.tangent_layouts import is_expanded
 
-__all__ = ["is_in_place", "noting_writes"]
+__all__ = ["is_data", "is_in_place", "is_recorded", "noting_writes", "reading_data"]
 
 _KEY = "irc.in_place"
+_DATA = "irc.tensor_data"
+_reads_data = ContextVar("reads_data", default=False)
 
 
 class _Writing(TorchDispatchMode):
@@ -32,12 +35,15 @@ class _Writing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.depth = 0
+        self.is_recorded = False
+        """Whether autograd records the write, as one over a tensor that asks for a gradient."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not func._schema.is_mutable:
             return func(*args, **kwargs)
         self.depth += 1
+        self.is_recorded = torch.is_grad_enabled() and bool(args) and _asks(args[0])
         try:
             if func is torch.ops.aten.bernoulli_.float:
                 func(_in_memory_order(args[0]), *args[1:], **kwargs)
@@ -48,6 +54,10 @@ class _Writing(TorchDispatchMode):
             return func(*args, **kwargs) if functional is None else args[0].copy_(functional(*args, **kwargs))
         finally:
             self.depth -= 1
+
+
+def _asks(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -111,13 +121,35 @@ def noting_writes() -> Generator[None]:
     def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(graph, *args, **kwargs)
         if writing.depth:
-            node.meta[_KEY] = True
+            node.meta[_KEY] = writing.is_recorded
+        if _reads_data.get():
+            node.meta[_DATA] = True
         return node
 
     with patch.object(fx.Graph, "create_node", noting), writing:
         yield
 
 
+@contextlib.contextmanager
+def reading_data() -> Generator[None]:
+    """Meanwhile, what is traced reads the attribute `data` of a tensor."""
+    token = _reads_data.set(True)
+    try:
+        yield
+    finally:
+        _reads_data.reset(token)
+
+
+def is_data(node: fx.Node) -> bool:
+    """Whether a traced node is the `data` of a tensor, whose version does not count what is written there."""
+    return _DATA in node.meta
+
+
 def is_in_place(node: fx.Node) -> bool:
     """Whether the model's code writes what this traced operation makes over memory that it has."""
     return _KEY in node.meta
+
+
+def is_recorded(node: fx.Node) -> bool:
+    """Whether autograd records this write."""
+    return node.meta[_KEY]

@@ -128,30 +128,31 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
 
 
 def written_in_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, list[str]]:
-    """The buffers that a checkpoint writes in eager's forward and again in backward, by its line.
+    """The inputs that a checkpoint writes in eager's forward and again in backward, by its line.
 
     Raises:
         UnsupportedError: IRC339 for one that other results are computed from: eager computes these anew from
             another value.
     """
-    buffers = {entry.value.storage: entry.target for entry in graph.inputs if entry.role is InputRole.BUFFER}
+    entries = {entry.value.storage: entry for entry in graph.inputs}
     makers = {storage: node for node in graph.nodes for storage in graph.allocates(node)}
     written: dict[str, list[str]] = {}
     for node in graph.nodes:
-        if Trait.EFFECT in node.traits and node.operands[0].storage in buffers:
-            maker = makers.get(node.operands[-1].storage, node)
+        if Trait.EFFECT in node.traits and node.operands[0].storage in entries:
+            maker = node if node.values else makers.get(node.operands[-1].storage, node)
             scopes = notes[maker.name].scopes if maker.name in notes else ()
             for scope in (scope for scope in scopes if scope.runs_again):
-                name = buffers[node.operands[0].storage]
+                entry = entries[node.operands[0].storage]
                 if _reaches_results(graph, {value.storage for value in node.operands}):
                     raise UnsupportedError(
                         "IRC339",
-                        f"torch.utils.checkpoint{scope.where} writes buffer {name} and computes from it: "
-                        "eager does both again in backward, and gradients are those of another function",
+                        f"torch.utils.checkpoint{scope.where} writes {entry.role.value} {entry.target} and "
+                        "computes from it: eager does both again in backward, and gradients are those of "
+                        "another function",
                         at=maker.at,
                         help="call the function without the checkpoint: a plan recomputes by itself",
                     )
-                written.setdefault(scope.where, []).append(name)
+                written.setdefault(scope.where, []).append(entry.target)
     return written
 
 

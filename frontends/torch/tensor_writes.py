@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...ir import THROUGH_DYNAMO, Location, UnsupportedError
+from .in_place import reading_data
 from .source_lines import user_line
 
 __all__ = ["DataAssignedError", "TensorWrites"]
 
-_SET_DATA = cast(Any, torch.Tensor.data).__set__
+_GET_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__
 _SWITCHES = torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__
 
 
@@ -39,6 +40,9 @@ class TensorWrites(TorchFunctionMode):
         self.parts = parts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GET_DATA:
+            with reading_data():
+                return func(*args, **(kwargs or {}))
         if func == _SET_DATA:
             line = _line()
             raise DataAssignedError(

@@ -12,17 +12,39 @@ from typing import Any
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTOutput,
+    BufferAOTInput,
     ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
     PlainAOTOutput,
+    TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputType
 
-from ...ir import Delivery, Origin, UnsupportedError, Value
+from ...ir import Delivery, InputRole, Origin, UnsupportedError, Value
 
-__all__ = ["TracedResults"]
+__all__ = ["ROLES", "TracedResults", "input_target"]
+
+ROLES = {
+    ParamAOTInput: InputRole.PARAMETER,
+    BufferAOTInput: InputRole.BUFFER,
+    PlainAOTInput: InputRole.INPUT,
+    TangentAOTInput: InputRole.TANGENT,
+}
+"""The roles of the inputs of a traced graph, by the class of their descriptor."""
+_PREFIX = "module."
+
+
+def input_target(described: Any) -> str:
+    """Returns the target of an input by its descriptor: its name in the module, or its place."""
+    if isinstance(described, TangentAOTInput):
+        return repr(described.output)
+    if isinstance(described, PlainAOTInput):
+        return str(described.idx)
+    return str(described.target).removeprefix(_PREFIX)
 
 
 @dataclass(frozen=True)

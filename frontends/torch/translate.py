@@ -16,9 +16,6 @@ from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
     BufferAOTInput,
     ForwardTokenAOTInput,
-    ParamAOTInput,
-    PlainAOTInput,
-    TangentAOTInput,
     ViewBaseAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
@@ -46,25 +43,20 @@ from ...ir import (
 )
 from ...torch_support.arguments import constant_symbol
 from ...torch_support.element_types import element_type
+from ...torch_support.tensor_data import TENSOR_DATA
+from ...torch_support.written_forms import in_place_form
 from .fixups.refused_operations import DENSE_ALONE
 from .fixups.tangent_layouts import is_expanded
 from .generators import Generators
-from .in_place import is_in_place
+from .in_place import is_data, is_in_place
 from .loss_terms import kept_bytes
 from .node_traits import draws, ignores_statistics, operands_of, traits_of
 from .place_annotations import Note, note_of
 from .provenance import location_of
-from .traced_results import TracedResults
+from .traced_results import ROLES, TracedResults, input_target
+from .written_inputs import pinned_readers, untrack_writes, written_in_steps
 
 __all__ = ["Translation", "tensor_type", "translate", "unknown_object"]
-
-_ROLES = {
-    ParamAOTInput: InputRole.PARAMETER,
-    BufferAOTInput: InputRole.BUFFER,
-    PlainAOTInput: InputRole.INPUT,
-    TangentAOTInput: InputRole.TANGENT,
-}
-_PREFIX = "module."
 
 
 @dataclass(frozen=True)
@@ -103,8 +95,8 @@ def translate(joint: JointWithDescriptors, generators: Generators) -> Translatio
 
     Raises:
         UnsupportedError: IRC334 for a value that is not a tensor, IRC335 for an operation outside the
-            operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
-            read through a view, IRC554 for a checkpoint policy that moves results to the host.
+            operator library, IRC336 for a write that autograd sees, IRC337 for an old value that is read,
+            IRC554 for a checkpoint policy that moves results to the host.
     """
     return _Translator(joint, generators).run()
 
@@ -123,10 +115,14 @@ class _Translator:
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     notes: dict[str, Note] = field(default_factory=dict)
+    steps: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    """By each operation that writes an input as a whole, the input."""
 
     def run(self) -> Translation:
+        untrack_writes(self.joint)
         traced = list(self.joint.graph_module.graph.nodes)
         results = TracedResults.of(traced[-1])
+        self._find_steps(traced, results)
         drawn = list(filter(draws, traced))  # each moves a generator, whoever reads it
         drawn_first = [node for node in drawn if node.meta.get("partitioner_tag") != "is_backward"]
         results_of_forward = (node for node, _ in results.forward())
@@ -142,6 +138,7 @@ class _Translator:
                     self._call(node, region)
             if region is Region.FORWARD:
                 self._write_back(results.mutations, calls, forward)
+        self.nodes = pinned_readers(self.nodes)
         outputs, tangent_targets = self._outputs(results)
         inputs = tuple(
             _with_target(i, tangent_targets) if i.role is InputRole.TANGENT else i for i in self.inputs
@@ -151,6 +148,13 @@ class _Translator:
         statics = [i.value for i in self.inputs if i.role is not InputRole.CONSTANT]
         deliveries = results.deliveries(self.joint, statics, self.values)
         return Translation(graph, deliveries, self.constants, self.notes)
+
+    def _find_steps(self, traced: Iterable[fx.Node], results: TracedResults) -> None:
+        inputs = {repr(node.meta["desc"]): node for node in traced if node.op == "placeholder"}
+        for new, described in results.mutations:
+            if not isinstance(described, BufferAOTInput):
+                old = inputs[repr(described)]
+                self.steps.update(dict.fromkeys(written_in_steps(new, old) or (), old))
 
     # ------------------------------------------------------------------ values and storages
 
@@ -202,7 +206,7 @@ class _Translator:
             self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
         elif not isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
             described = node.meta["desc"]
-            role = _ROLES.get(type(described))
+            role = ROLES.get(type(described))
             if isinstance(described, ViewBaseAOTInput):
                 raise UnsupportedError(
                     "IRC334",
@@ -217,7 +221,7 @@ class _Translator:
             position = sum(i.role is not InputRole.CONSTANT for i in self.inputs)
             info = self.joint._aot_state.fw_metadata.input_info
             requires_grad = role is not InputRole.TANGENT and info[position].requires_grad
-            self.inputs.append(Input(value, role, _input_target(described), requires_grad))
+            self.inputs.append(Input(value, role, input_target(described), requires_grad))
         else:
             return
         self.values[node] = self.inputs[-1].value
@@ -278,9 +282,10 @@ class _Translator:
                 *((k, v) for k, v in keywords if k != "dtype"),
                 ("dtype", self._argument(dtype, node)),
             )
+        writes_data = is_data(node) and not self.steps.keys().isdisjoint(node.users)
         operation = Node(
             name=node.name,
-            op=str(node.target),
+            op=TENSOR_DATA if writes_data else str(node.target),
             arguments=arguments,
             keywords=keywords,
             results=results,
@@ -290,9 +295,14 @@ class _Translator:
         )
         if (note := note_of(node)) is not None:
             self.notes[node.name] = note
-        traits = traits_of(operation, node)
-        if is_in_place(node) and Trait.VIEW not in traits:
-            traits |= {Trait.IN_PLACE}
+        if node in self.steps:
+            traits, op = frozenset({Trait.EFFECT}), in_place_form(operation.op)
+            assert op is not None
+            operation = replace(operation, op=op)
+        else:
+            traits = traits_of(operation, node)
+            if is_in_place(node) and Trait.VIEW not in traits:
+                traits |= {Trait.IN_PLACE}
         self.nodes.append(replace(operation, traits=traits))
         if is_sequence:
             self.tuples[node] = results
@@ -316,6 +326,8 @@ class _Translator:
         self.tuples[node] = (None,)
 
     def _results(self, node: fx.Node) -> tuple[tuple[Value | None, ...], bool]:
+        if node in self.steps:
+            return (replace(self.values[self.steps[node]], name=node.name),), False
         traced = node.meta.get("val")
         self._share_storage(node, traced)
         if isinstance(traced, Tensor):
@@ -332,11 +344,14 @@ class _Translator:
         raise self._no_tensor(node, traced)
 
     def _share_storage(self, node: fx.Node, traced: object) -> None:
-        """Notes that a view lies in its operand's storage: a constant is traced as a copy without data."""
+        """Notes that a view lies in its operand's storage: a constant is traced as a copy without data.
+
+        So is an input that is written, and what is written into it is traced as a tensor of its own.
+        """
         base = (
             node.args[0] if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view else None
         )
-        if isinstance(base, fx.Node) and base.op == "get_attr":
+        if isinstance(base, fx.Node) and base in self.values:
             for view in pytree.tree_leaves(traced):
                 handle = view.untyped_storage()
                 self.referenced.append(handle)  # keeps the id unique
@@ -399,18 +414,12 @@ class _Translator:
         for node in self.nodes:
             note(node)
         for new_node, described in mutations:
-            old = by_target[_ROLES[type(described)], _input_target(described)]
+            old = by_target[ROLES[type(described)], input_target(described)]
             new = self.values[new_node]
-            if new is old.value:
+            if new.storage is old.value.storage:
                 continue
-            if old.requires_grad:
-                raise UnsupportedError(
-                    "IRC336",
-                    f"the module writes into {old.role.value} {old.target}, which requires a gradient",
-                    help="write into a copy (clone()) instead",
-                )
             placeholder = placeholders[old.value]
-            if placeholder in read_by_backward:
+            if placeholder in read_by_backward and not old.requires_grad:
                 self.values[placeholder] = self._copy_of(old.value)
                 note(self.nodes[0])
             last = -1
@@ -455,7 +464,7 @@ class _Translator:
             o.value.storage for o in outputs if o.value
         }
         for node, described in results.gradients:
-            of = by_target[_ROLES[type(described.grad_of)], _input_target(described.grad_of)]
+            of = by_target[ROLES[type(described.grad_of)], input_target(described.grad_of)]
             target = f"{of.role.value}:{of.target}"
             value = None if node is None else self.values.get(node)
             if value is not None:
@@ -497,21 +506,13 @@ _CLONE_STORAGES = (
 )
 
 
-def _input_target(described: Any) -> str:
-    if isinstance(described, TangentAOTInput):
-        return repr(described.output)
-    if isinstance(described, PlainAOTInput):
-        return str(described.idx)
-    return str(described.target).removeprefix(_PREFIX)
-
-
 def _described(node: fx.Node) -> str:
     """The subject and the verb of a sentence on what a node is, in words of the user's."""
     described: Any = node.meta.get("desc")
-    role = _ROLES.get(type(described))
+    role = ROLES.get(type(described))
     if node.op != "placeholder" or role is None:
         return f"{node.target} makes"
-    target = _input_target(described)
+    target = input_target(described)
     return "the gradient of a result is" if role is InputRole.TANGENT else f"{role.value} {target} is"
 
 
@@ -577,15 +578,23 @@ def _with_target(tangent: Input, targets: Mapping[str, str]) -> Input:
 
 
 def _check_old_values(graph: Graph) -> None:
-    """Refuses a graph whose backward reads, through a view, a buffer that the forward has overwritten."""
-    written = {n.operands[0].storage: n for n in graph.nodes if Trait.EFFECT in n.traits}
+    """Refuses a graph that reads, perhaps through a view, numbers that the forward has overwritten."""
+    names = {entry.value.storage: f"{entry.role.value} {entry.target}" for entry in graph.inputs}
+    last: dict[Storage, Value | None] = {}
+    bases: dict[Value, Value] = {}
     for node in graph.nodes:
-        if node.region is Region.BACKWARD and not node.is_view:
-            overwritten = [v.storage for v in node.operands if v.storage in written]
-            if overwritten:
+        if node.is_view:
+            pairs = ((view, each) for view in node.values for each in node.operands)
+            bases |= {view: bases.get(each, each) for view, each in pairs if view.storage is each.storage}
+            continue
+        for value in node.operands:
+            storage = value.storage
+            if storage in last and bases.get(value, value) is not last[storage]:
                 raise UnsupportedError(
                     "IRC337",
-                    f"the gradient of {node.op} reads a view of a buffer that the forward overwrites",
+                    f"the gradient of {node.op} reads {names[storage]}, which the forward overwrites",
                     at=node.at,
-                    help="read from a copy of the buffer (buffer.clone()) before it is updated",
+                    help="read from a copy of it (clone()) before it is written",
                 )
+        if Trait.EFFECT in node.traits:
+            last[node.operands[0].storage] = node.values[0] if node.values else None

@@ -72,6 +72,9 @@ class _Returns(torch.nn.Module):
             return h, cast("torch.nn.Linear", self.layers[0]).weight
         if self.kind == "written":
             return h, y.mul_(2)
+        if self.kind == "normed":
+            with torch.no_grad():
+                cast("torch.nn.Linear", self.layers[0]).weight.clamp_(-1, 1)
         seen = self.get_buffer("seen")
         if self.kind == "counter":
             seen.add_(1)
@@ -102,7 +105,8 @@ def test_results_may_be_arguments_and_buffers() -> None:
     ("kind", "said"),
     [
         ("parameter", "returns parameter layers.0.weight, and the pipeline takes no gradient"),
-        ("written", "writes into argument 1"),
+        ("written", "writes into input 1"),
+        ("normed", "writes into parameter layers.0.weight"),
         ("counter", "returns buffer seen, which its forward writes"),
     ],
 )

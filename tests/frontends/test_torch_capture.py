@@ -264,8 +264,7 @@ def _attribute(m: Any, x: Tensor) -> Tensor:
 
 
 def _writes_parameter(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.lin.weight.mul_(0.5)
+    m.lin.weight.mul_(0.5)
     return m.lin(x)
 
 
@@ -295,7 +294,7 @@ _WEIGHT = torch.ones(4, requires_grad=True)
         (_nonzero, "IRC332", "aten.nonzero", True),
         (_numpy, "IRC333", "numpy", True),
         (_attribute, "IRC338", "attribute last", False),
-        (_writes_parameter, "IRC336", "parameter lin.weight", False),
+        (_writes_parameter, "IRC336", "parameter lin.weight", True),
         (_writes_constant, "IRC336", "not a parameter, buffer or input", False),
         (_outside, "IRC334", "tensor of shape [4] that requires a gradient", True),
         (_generator, "IRC334", "a generator that no attribute leads to", True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from ..cast_caches import CastCache
 from ..provenance import cast_cache_of, is_converted_by_code, scopes_of
 
-__all__ = ["share_casts"]
+__all__ = ["kept_casts", "share_casts"]
 
 _CAST = torch.ops.aten._to_copy.default
 _ADD = torch.ops.aten.add.Tensor
@@ -45,15 +46,20 @@ def share_casts(graph: fx.Graph) -> None:
 def _casts_of(leaf: fx.Node) -> list[list[fx.Node]]:
     """Autocast's own casts of a leaf to one type in a region, if there are several; it keeps no other."""
     casts: dict[tuple[CastCache, torch.dtype, tuple[int, ...]], list[fx.Node]] = defaultdict(list)
-    if leaf.meta["val"].dtype == torch.float32:
-        for user in leaf.users:
-            cache = cast_cache_of(user)
-            is_cast = (
-                user.target is _CAST and user.kwargs.keys() == {"dtype"} and not is_converted_by_code(user)
-            )
-            if is_cast and cache is not None and (dtype := user.meta["val"].dtype) in cache.dtypes:
-                casts[cache, dtype, _reentrant(user)].append(user)
-    return [nodes for (cache, dtype, _), nodes in casts.items() if dtype in cache.dtypes and len(nodes) > 1]
+    for cast, cache in kept_casts(leaf):
+        casts[cache, cast.meta["val"].dtype, _reentrant(cast)].append(cast)
+    return [nodes for nodes in casts.values() if len(nodes) > 1]
+
+
+def kept_casts(leaf: fx.Node) -> Iterator[tuple[fx.Node, CastCache]]:
+    """Yields the casts of a leaf that eager keeps until a region of autocast ends, with the cache."""
+    if leaf.meta["val"].dtype != torch.float32:
+        return
+    for user in leaf.users:
+        cache = cast_cache_of(user)
+        is_cast = user.target is _CAST and user.kwargs.keys() == {"dtype"} and not is_converted_by_code(user)
+        if is_cast and cache is not None and user.meta["val"].dtype in cache.dtypes:
+            yield user, cache
 
 
 def _reentrant(node: fx.Node) -> tuple[int, ...]:

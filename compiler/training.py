@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..ir import Gradients, Plan, UsageError
 from ..passes.costs.allocations import peak_bytes
 from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
-from ..torch_support.allocated import allocated_bytes, cuda_devices
+from ..torch_support.allocated import allocated_bytes, cuda_devices, dense_parts
 from ..torch_support.pytree import flatten, tensors_of
 from ..torch_support.without_data import lacks_data
 from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, differing, numbers_of
@@ -410,7 +410,12 @@ def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """The gradients that a step left, of parameters by name and of inputs by position."""
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     tensors |= {f"input {index}": leaf for index, leaf in enumerate(_tensors(inputs))}
-    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.grad is not None:
+            *indices, found[name] = dense_parts(tensor.grad)
+            found.update((f"indices of {name}", part) for part in indices)
+    return found
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:

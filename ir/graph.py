@@ -16,12 +16,15 @@ __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
     "GENERATOR_STATE",
+    "INDICES",
     "LOAD",
     "PAUSE",
     "RECEIVE",
     "RUN_ONCE",
     "SEEDED",
     "SEND",
+    "STRIDED_VALUES",
+    "VALUES",
     "Argument",
     "Gradients",
     "Graph",
@@ -151,6 +154,10 @@ RECEIVE = "irc.receive"
 stage in forward, from the next one in backward."""
 PAUSE = "irc.pause"
 """The operation of backward after which all that other stages wait for is sent: the rest may run later."""
+
+INDICES, VALUES, STRIDED_VALUES = "indices", "values", "strided values"
+"""The parts of a sparse gradient (`torch.sparse_coo`), which the backend joins when backward ends. Strided
+values are a part of a larger tensor in eager, which then adds them in another order to what is there."""
 
 _RELEASES = {ACCUMULATE_GRADIENT: Gradients.ACCUMULATED, APPLY_GRADIENT: Gradients.APPLIED}
 
@@ -321,11 +328,13 @@ class Output:
         role: An output of the forward, or a gradient.
         target: Index of the output; for a gradient the target of the input it belongs to, prefixed by
             the input's role, such as `parameter:conv1.weight`.
+        part: `INDICES`, `VALUES` or `STRIDED_VALUES`, what it is of a sparse gradient; empty for a whole one.
     """
 
     value: Value | None
     role: OutputRole
     target: str
+    part: str = ""
 
     @property
     def gradient_of(self) -> tuple[InputRole, str]:
@@ -501,6 +510,11 @@ class Graph:
         """The way in which the gradients of parameters are released; it is the same for all."""
         kinds = (node.releases for node in self.releases)
         return next(filter(None, kinds), Gradients.RETURNED)
+
+    @property
+    def sparse_gradients(self) -> tuple[str, ...]:
+        """The targets of sparse gradients: what is added to their `.grad` makes it longer."""
+        return tuple(output.target for output in self.outputs if output.part == INDICES)
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:

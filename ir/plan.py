@@ -112,7 +112,8 @@ class Plan:
             baseline too. A backward that retains its graph counts as one more.
         peak_with_gradients_bytes: Predicted peak if the `.grad` of all trained parameters is there from
             the start, so that the gradients are added to it when backward ends; forwards and backwards may
-            then follow each other in any order. None if the plan was written by an earlier version.
+            then follow each other in any order. None if some are sparse, which grow with each backward, or
+            if the plan was written by an earlier version.
         peak_without_unused_bytes: Predicted peak if the caller drops the outputs that the loss does not use
             before backward; all other peaks, and the budget, are of a caller who holds them. None if the plan
             was written by an earlier version.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...torch_support.allocated import allocated_bytes
+from ...torch_support.allocated import allocated_bytes, dense_parts
 
 __all__ = ["AliveTensors", "storage_key"]
 
@@ -33,18 +33,16 @@ class AliveTensors:
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Counts these tensors from now on; sparse ones have no storage, and do not count."""
+        """Counts these tensors from now on."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                continue
-            self._storage(tensor)
+            self._note(tensor)
             if tensor.requires_grad and tensor.is_leaf:
                 self._leaves[id(tensor)] = weakref.ref(tensor)
 
-    def _storage(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
-        if key not in self._storages:
-            self._storages[key] = StorageWeakRef(tensor.untyped_storage()), allocated_bytes(tensor)
+    def _note(self, tensor: Tensor) -> None:
+        for part in dense_parts(tensor):
+            if part.layout is torch.strided and (key := storage_key(part)) not in self._storages:
+                self._storages[key] = StorageWeakRef(part.untyped_storage()), allocated_bytes(part)
 
     def alive_bytes(self) -> int:
         """Returns the bytes of all noted storages that still exist, rounded as the allocator rounds."""
@@ -52,8 +50,8 @@ class AliveTensors:
             tensor = leaf()
             if tensor is None or not tensor.is_leaf:
                 del self._leaves[key]
-            elif tensor.grad is not None and tensor.grad.layout is torch.strided:
-                self._storage(tensor.grad)
+            elif tensor.grad is not None:
+                self._note(tensor.grad)
         gone = [key for key, (storage, _) in self._storages.items() if storage.expired()]
         for key in gone:
             del self._storages[key]

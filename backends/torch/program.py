@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ...ir import (
+    INDICES,
     PAUSE,
     RECEIVE,
     SEND,
+    STRIDED_VALUES,
     Compute,
     Gradients,
     Graph,
@@ -95,6 +97,9 @@ class Program:
         several_uses: The inputs whose gradient adds up those of several uses, in words.
         noticed_roundings: The roundings that steps have shown.
         autocast_sees: The operations of backward that autocast may cast for, if backward is called under it.
+        indices: For each gradient that is the values of a sparse one, the index of its indices.
+        strided: Those of them whose values are strided in eager.
+        growing: The static inputs to whose sparse `.grad` a step has added.
     """
 
     statics: tuple[Input, ...]
@@ -125,6 +130,9 @@ class Program:
         default_factory=dict[Rounding, None], compare=False, repr=False
     )
     autocast_sees: tuple[Node, ...] = ()
+    indices: Mapping[int, int] = field(default_factory=dict[int, int])
+    strided: frozenset[int] = frozenset()
+    growing: set[int] = field(default_factory=set[int], compare=False, repr=False)
 
     def gradients_through(self, output: int) -> tuple[str, ...]:
         """Names the tensors whose gradients are computed from that of an output."""
@@ -207,6 +215,8 @@ def compile_program(
         generators=dict(generators),
         several_uses=dict(_several_uses(graph, statics)),
         autocast_sees=tuple(nodes_that_autocast_sees(_backward(graph))),
+        indices=_sparse_indices(graph),
+        strided=frozenset(k for k, each in enumerate(_gradients(graph)) if each.part == STRIDED_VALUES),
     )
 
 
@@ -253,8 +263,17 @@ def _gradients(graph: Graph) -> list[Output]:
 
 def _gradient_indices(graph: Graph, statics: Sequence[Input]) -> tuple[int | None, ...]:
     """Returns, for each static input, the index of its gradient; None if it has no gradient."""
-    indices = {gradient.target: index for index, gradient in enumerate(_gradients(graph))}
+    found = enumerate(_gradients(graph))
+    indices = {gradient.target: index for index, gradient in found if gradient.part != INDICES}
     return tuple(indices.get(_gradient_target(static)) for static in statics)
+
+
+def _sparse_indices(graph: Graph) -> dict[int, int]:
+    """Returns the index of the indices of each sparse gradient, by the index of its values."""
+    gradients = _gradients(graph)
+    places = {each.target: index for index, each in enumerate(gradients) if each.part == INDICES}
+    values = ((k, each) for k, each in enumerate(gradients) if each.part and each.part != INDICES)
+    return {index: places[each.target] for index, each in values}
 
 
 def _gradient_target(static: Input) -> str:
@@ -285,7 +304,7 @@ _SUM, _COPY = "aten.add.Tensor", "aten.clone.default"
 def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int, str]]:
     """Yields the inputs whose gradient adds up those of several uses, with the lines that use them."""
     producers = {value: node for node in graph.nodes for value in node.values}
-    gradients = {o.target: o.value for o in _gradients(graph)}
+    gradients = {o.target: o.value for o in _gradients(graph) if not o.part}
     released = {node.operands[0]: node.operands[1] for node in graph.releases}
     for index, static in enumerate(statics):
         gradient = released.get(static.value, gradients.get(_gradient_target(static)))
@@ -342,8 +361,9 @@ def _read_by_backward(schedule: Schedule) -> tuple[set[Storage], set[Storage]]:
     loss = next(k for k, i in enumerate(schedule.instructions) if isinstance(i, Loss))
     nodes = [i.node for i in schedule.instructions[loss:] if isinstance(i, Compute)]
     nodes = [node for node in nodes if node.releases is None]
-    read = {storage for node in nodes for storage in graph.reads(node)}
-    planned = {s for node in nodes if node.region is Region.BACKWARD for s in graph.reads(node)}
+    gradients = {o.value.storage for o in _gradients(graph) if o.value is not None}
+    read = gradients.union(*map(graph.reads, nodes))
+    planned = gradients.union(*(graph.reads(node) for node in nodes if node.region is Region.BACKWARD))
     return read, read - planned
 
 

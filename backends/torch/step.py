@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,8 @@ from .program import Program
 from .refuse_transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
 __all__ = ["arriving", "run_step"]
+
+_log = logging.getLogger("irc")
 
 
 def run_step(
@@ -137,7 +140,7 @@ class _Step(torch.autograd.Function):
         before = {at.index for at in program.released.values() if parameters[at.index].grad is not None}
         with exclusive(ctx.in_backward):
             results = _run_backward(ctx, gradients, given)
-        picked = [_pick(program, results, program.gradients[k], given) for k in program.differentiable]
+        picked = [_pick(program, results, k, parameters[k], given) for k in program.differentiable]
         notice_other_terms(program, parameters, picked)
         notice_terms_after(program, parameters, before)
         return (*[None] * 8, *picked)
@@ -239,14 +242,36 @@ def _given_up_on_error(copies: Session | None) -> Generator[None]:
 
 
 def _pick(
-    program: Program, results: list[Tensor | None], index: int | None, given: frozenset[int]
+    program: Program, results: list[Tensor | None], place: int, of: Tensor, given: frozenset[int]
 ) -> Tensor | None:
     """Returns a gradient; None if it comes only from outputs that the loss does not use, as in eager."""
+    index = program.gradients[place]
     if index is None or (program.depends[index] and not program.depends[index] & given):
         return None
     found = results[index]
+    if index in program.indices and found is not None:
+        indices = results[program.indices[index]]
+        assert indices is not None
+        if of.is_leaf and of.grad is not None:
+            found = _added_to(of.grad, found, program, place)
+        # a file may hold any indices, and what takes the gradient writes where they say
+        return torch.sparse_coo_tensor(indices, found, of.shape, check_invariants=not indices.is_cuda)
     # the engine adds gradients in place, except views: their sum would take memory of its own
     return found.detach() if found is not None and found._is_view() else found
+
+
+def _added_to(there: Tensor, values: Tensor, program: Program, place: int) -> Tensor:
+    """Returns the values of a sparse gradient as eager adds them to a `.grad`; says once that this grows."""
+    if there.is_sparse and there._nnz() and place not in program.growing:
+        program.growing.add(place)
+        _log.warning(
+            "IRC567: the sparse .grad of %s grows with each backward that adds to it: the step may take more "
+            "memory than its budget. Clear it after each backward, or give the embedding sparse=False",
+            program.statics[place].target,
+        )
+    if program.gradients[place] not in program.strided:
+        return values
+    return torch.stack((values, values), -1)[..., 0]
 
 
 def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,11 +76,10 @@ class Variant:
     def gradient_bytes(self) -> list[int]:
         """For each static input the bytes of its gradient, 0 if there is none."""
         graph = self.graph
-        sizes = {
-            o.target: o.value.storage.nbytes
-            for o in graph.outputs
-            if o.role is OutputRole.GRADIENT and o.value is not None
-        }
+        sizes: dict[str, int] = defaultdict(int)
+        for output in graph.outputs:  # of a sparse one there are two parts
+            if output.role is OutputRole.GRADIENT and output.value is not None:
+                sizes[output.target] += output.value.storage.nbytes
         statics = (i for i in graph.inputs if i.role is not InputRole.TANGENT)
         return [sizes.get(f"{i.role.value}:{i.target}", 0) for i in statics]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import allocation_bytes
-from ...torch_support.allocated import allocated_bytes
+from ...torch_support.allocated import allocated_bytes, dense_parts
 from ...torch_support.pytree import tensors_of
 from ...torch_support.this_thread import replaced_here
 from .loss_terms import cast_bytes, kept_bytes, workspace_bytes
@@ -46,7 +46,7 @@ class AliveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operands = tensors_of((args, kwargs))
-        results = tensors_of(result)
+        results = [part for tensor in tensors_of(result) for part in dense_parts(tensor)]
         taken_bytes = cast_bytes(func, operands, results[0]) if results else 0
         for leaf in results:
             if not self.is_known(leaf):

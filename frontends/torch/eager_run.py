@@ -21,12 +21,14 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from ...ir import EagerMemory, OperandKind, OperationKind
+from ...torch_support.allocated import dense_parts
 from ...torch_support.autocast import without_autocast
 from .alive_bytes import AliveBytes, following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.foreign_writes import ForeignWrites
 from .fixups.recurrent import RecurrentLayers
+from .fixups.sparse_bags import BAG_BACKWARD, bag_backward
 from .fixups.value_checks import PassedChecks
 from .loss import Loss
 from .results import flattened
@@ -62,7 +64,14 @@ class _Followed(AliveBytes):
             return self._follow_operation(func, types, args, kwargs)
 
     def _follow_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is BAG_BACKWARD and args[9]:  # of a sparse gradient
+            with self:
+                return bag_backward(*args, in_place=True)
+        if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
+            with self:
+                return _accumulated(args[0])
         read = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
+        read = [part for tensor in read for part in dense_parts(tensor)]
         for tensor in read:
             has_data = type(tensor) in (Tensor, nn.Parameter)
             self.reads_others |= has_data and tensor.requires_grad
@@ -102,6 +111,14 @@ class _Followed(AliveBytes):
 def _described(tensor: Tensor) -> OperandKind:
     shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     return shape, str(tensor.dtype).removeprefix("torch."), strides
+
+
+def _accumulated(gradient: Tensor) -> Tensor:
+    """A sparse `.grad`, of which torch's rule keeps no elements. Outside of modes it is a copy if strided."""
+    parts = dense_parts(gradient)
+    is_strided = not all(part.is_contiguous() for part in parts)
+    indices, values = (part.clone() if is_strided else part for part in parts)
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False)
 
 
 class _NoTensor:

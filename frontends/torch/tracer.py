@@ -17,6 +17,7 @@ from torch._higher_order_ops import effects
 
 from ...torch_support.this_thread import replaced_here
 from ..quiet import quiet_tracer
+from .fixups.sparse_bags import BAG_BACKWARD, bag_backward
 from .node_traits import draws
 
 __all__ = [
@@ -69,10 +70,11 @@ TRACE_MODES_OF_EXAMPLE = (
 DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+    BAG_BACKWARD: bag_backward,
 }
 """The operations that are traced as others than torch's tracer would choose.
 
-They are views that are a flag of the tensor, which a type does not tell: each is made, as its reader would.
+Views that are a flag of the tensor, which a type does not tell, are made, as their readers would.
 """
 
 

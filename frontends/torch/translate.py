@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,10 @@ from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch.utils import _pytree as pytree
 
 from ...ir import (
+    INDICES,
+    STRIDED_VALUES,
     THROUGH_DYNAMO,
+    VALUES,
     Argument,
     Delivery,
     Graph,
@@ -131,7 +134,8 @@ class _Translator:
         for node in traced:
             if node.op in ("placeholder", "get_attr") and (node.op == "placeholder" or node in wanted):
                 self._input(node)
-        calls = [node for node in traced if node.op == "call_function" and node in wanted]
+        sparse = _sparse_gradients(results)
+        calls = [n for n in traced if n.op == "call_function" and n in wanted and n not in sparse]
         for region in Region:
             for node in calls:
                 if (node in forward) == (region is Region.FORWARD):
@@ -463,9 +467,14 @@ class _Translator:
         owned: set[Storage] = {i.value.storage for i in self.inputs} | {
             o.value.storage for o in outputs if o.value
         }
+        of_others = frozenset(owned)
+        sparse = _sparse_gradients(results)
         for node, described in results.gradients:
             of = by_target[ROLES[type(described.grad_of)], input_target(described.grad_of)]
             target = f"{of.role.value}:{of.target}"
+            if node is not None and node in sparse:
+                outputs.extend(self._sparse_gradient(node, target, of_others))
+                continue
             value = None if node is None else self.values.get(node)
             if value is not None:
                 if value.storage in owned or not _accumulates_in_place(value, of.value):
@@ -473,6 +482,21 @@ class _Translator:
                 owned.add(value.storage)
             outputs.append(Output(value, OutputRole.GRADIENT, target))
         return tuple(outputs), tangent_targets
+
+    def _sparse_gradient(self, node: fx.Node, target: str, of_others: Set[Storage]) -> Iterator[Output]:
+        """The parts of a sparse gradient, which the engine takes as they are, or copies for strided values.
+
+        It takes values in memory of others too, which would be theirs to write.
+        """
+        parts: Any = node.args[3:5]
+        indices, values = (self.values[part] for part in parts)
+        is_strided = not parts[1].meta["val"].is_contiguous()
+        if is_strided or values.storage in of_others:
+            values = self._own_gradient(values, values)
+        if is_strided:
+            indices = self._own_gradient(indices, indices)
+        yield Output(indices, OutputRole.GRADIENT, target, INDICES)
+        yield Output(values, OutputRole.GRADIENT, target, STRIDED_VALUES if is_strided else VALUES)
 
     def _own_gradient(self, gradient: Value, of: Value) -> Value:
         """A copy of a gradient that shares memory with something else, in the layout of what it belongs to.
@@ -555,6 +579,18 @@ def _is_check(node: fx.Node) -> bool:
         return False
     operation: Any = node.args[1]
     return isinstance(operation, torch._ops.OpOverload) and not operation._schema.returns
+
+
+def _sparse_gradients(results: TracedResults) -> set[fx.Node]:
+    """The sparse gradients that embeddings make, which nothing else reads: a plan holds their parts alone."""
+    gradients = (node for node, _ in results.gradients if node is not None)
+    return {
+        node
+        for node in gradients
+        if node.target is torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+        and node.kwargs.get("is_coalesced") is None
+        and all(user.op == "output" for user in node.users)
+    }
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:

@@ -362,7 +362,7 @@ class _Parser:
     def output_statement(self) -> Output:
         role = self.one_of(_OUTPUT_ROLES, "a role")
         value = None if self.accept("none") else self.value()
-        return Output(value, role, self.string())
+        return Output(value, role, self.string(), self.string() if self.accept("part") else "")
 
     def node_statement(self, nodes: dict[str, Node], region: Region | None) -> None:
         name = self.word("a node's name")

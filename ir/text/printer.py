@@ -65,7 +65,8 @@ def _graph_lines(graph: Graph) -> Iterator[str]:
             yield f"{region.value}:"
         yield f"  {_node(node)}"
     for output in graph.outputs:
-        yield f"  {output.role.value} {_argument(output.value)} {json.dumps(output.target)}"
+        part = f" part {json.dumps(output.part)}" if output.part else ""
+        yield f"  {output.role.value} {_argument(output.value)} {json.dumps(output.target)}{part}"
     yield "}"
 
 

@@ -29,4 +29,6 @@ def show(storage: Storage) -> str:
 
 def describe(output: Output) -> str:
     """Names an output or a gradient."""
-    return f"gradient of {output.target}" if output.role is OutputRole.GRADIENT else f"output {output.target}"
+    part = f"{output.part} of the " if output.part else ""
+    kind = "gradient of" if output.role is OutputRole.GRADIENT else "output"
+    return f"{part}{kind} {output.target}"

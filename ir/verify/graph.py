@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..fused import FUSED, Kernel, overwritten
 from ..graph import (
     GENERATOR_STATE,
+    INDICES,
     PAUSE,
     RECEIVE,
     SEEDED,
     SEND,
+    STRIDED_VALUES,
+    VALUES,
     Gradients,
     Graph,
     InputRole,
@@ -19,7 +24,7 @@ from ..graph import (
     Trait,
     generator_state_type,
 )
-from ..types import Storage, Value, allocation_bytes
+from ..types import DType, Storage, Value, allocation_bytes
 from .faults import describe, fail
 from .offloaded_parameters import check_offloaded
 from .released_gradients import check_released
@@ -35,16 +40,16 @@ def verify_graph(graph: Graph) -> None:
     Raises:
         VerificationError: IRC110 a name is used twice; IRC111 a value is read before it is written, or never
             written; IRC112 a value is written twice; IRC113 a value does not fit its storage; IRC114 forward
-            depends on backward; IRC115 a view allocates; IRC116 an operation that is not a view returns
-            an alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect
-            writes no parameter, buffer, input, constant or what backward makes; IRC133 a gradient is released
-            wrongly, or the reserved bytes are not those of what is released; IRC134 a parameter is read after
-            its gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
-            pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
-            begins from; IRC144 a sum that grows by parts is not marked as one in another order; IRC145 a
-            node overwrites what is not its own or what is read later, or a fused one does not hold
-            operations; IRC550 an annotation is out of place; IRC566 the number of forwards in flight is less
-            than one, or does not fit the graph.
+            depends on backward; IRC115 a view allocates; IRC116 an operation that is not a view returns an
+            alias; IRC117 an output is missing; IRC118 a gradient belongs to no input, or is sparse and its
+            parts do not fit; IRC119 an effect writes no parameter, buffer, input, constant or what backward
+            makes; IRC133 a gradient is released wrongly, or the reserved bytes are not those of what is
+            released; IRC134 a parameter is read after its gradient was applied; IRC140 a tensor is offloaded
+            that cannot be; IRC141 an exchange between pipeline stages is not well formed; IRC142 a draw reads
+            another state of the generator than it begins from; IRC144 a sum that grows by parts is not marked
+            as one in another order; IRC145 a node overwrites what is not its own or what is read later, or a
+            fused one does not hold operations; IRC550 an annotation is out of place; IRC566 the number of
+            forwards in flight is less than one, or does not fit the graph.
     """
     _GraphCheck(graph).run()
     _check_forwards(graph)
@@ -57,6 +62,8 @@ def _check_forwards(graph: Graph) -> None:
     count = graph.forwards_in_flight
     if count < 1:
         fail("IRC566", f"{count} forwards are in flight; at least one must be")
+    if count > 1 and graph.sparse_gradients:
+        fail("IRC566", f"{count} forwards are in flight, and sparse gradients grow with each backward")
     if count > 1 and graph.gradients is Gradients.APPLIED:
         message = f"{count} forwards are in flight, and the first backward updates the parameters"
         fail("IRC566", f"{message} that the others read")
@@ -270,22 +277,41 @@ class _GraphCheck:
         is_stage = any(node.op in (SEND, RECEIVE) for node in self.graph.nodes)
         if not is_stage and not any(output.role is OutputRole.OUTPUT for output in self.graph.outputs):
             fail("IRC117", "the graph has no output")
-        targets = {f"{i.role.value}:{i.target}" for i in self.graph.inputs if i.role is not InputRole.TANGENT}
-        delivered: set[tuple[OutputRole, str]] = set()
+        inputs = (i for i in self.graph.inputs if i.role is not InputRole.TANGENT)
+        targets = {f"{i.role.value}:{i.target}": i.value for i in inputs}
+        delivered: set[tuple[OutputRole, str, str]] = set()
+        sparse: dict[str, dict[str, Value | None]] = {}
         for output in self.graph.outputs:
             what = describe(output)
-            if (output.role, output.target) in delivered:
+            part = output.part if output.role is OutputRole.GRADIENT else ""
+            if (output.role, output.target, part) in delivered:
                 fail("IRC110", f"{what} is delivered twice")
-            delivered.add((output.role, output.target))
+            delivered.add((output.role, output.target, part))
             if output.value is not None and output.value not in self.written:
                 fail("IRC117", f"{what} is {output.value}, which is never written")
             if output.role is OutputRole.GRADIENT:
                 if output.target not in targets:
                     fail("IRC118", f"{what} belongs to no input of the graph")
+                if output.part:
+                    sparse.setdefault(output.target, {})[output.part] = output.value
             elif output.value is None:
                 fail("IRC117", f"{what} has no value")
             elif output.value in self.after_loss:
                 fail("IRC117", f"{what} is {output.value}, which exists only in backward")
+        for target, parts in sparse.items():
+            is_whole_too = (OutputRole.GRADIENT, target, "") in delivered
+            if is_whole_too or not _are_parts_of(targets[target], parts):
+                fail("IRC118", f"gradient of {target} is not made of indices and values that fit it")
+
+
+def _are_parts_of(owner: Value, parts: Mapping[str, Value | None]) -> bool:
+    """Whether these are the indices and the values of a sparse gradient of `owner`."""
+    indices, values = parts.get(INDICES), parts.get(VALUES, parts.get(STRIDED_VALUES))
+    if len(parts) != 2 or indices is None or values is None or len(indices.type.shape) != 2:
+        return False
+    axes, count = indices.type.shape
+    has_rows = values.type.shape == (count, *owner.type.shape[axes:]) and axes <= len(owner.type.shape)
+    return has_rows and indices.type.dtype is DType.INT64 and values.type.dtype is owner.type.dtype
 
 
 def _reach_bytes(value: Value) -> int | None:

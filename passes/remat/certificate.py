@@ -91,7 +91,7 @@ def certify(
             for annotation in problem.graph.annotations
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,
-        peak_with_gradients_bytes=there.peak_bytes,
+        peak_with_gradients_bytes=None if problem.graph.sparse_gradients else there.peak_bytes,
         peak_without_unused_bytes=dropped.peak_bytes,
         baseline_source=baseline.source,
         baseline_without_unused_bytes=baseline.without_unused_bytes,

@@ -51,10 +51,17 @@ class HoldForwards:
         """Gives the program's graphs, the original too, this many forwards in flight.
 
         Raises:
-            UsageError: IRC565 for a wrong count, more than one if gradients are applied within backward, or
-                after a schedule was chosen.
+            UsageError: IRC565 for a wrong count, more than one if gradients are applied within backward or
+                are sparse, or after a schedule was chosen.
         """
         self.check(applies=program.graph.gradients is Gradients.APPLIED)
+        if self.count > 1 and program.graph.sparse_gradients:
+            raise UsageError(
+                "IRC565",
+                f"{self.count} forwards cannot be in flight where gradients are sparse: those of "
+                f"{program.graph.sparse_gradients[0]} grow with each backward",
+                help="give the embedding sparse=False, or plan for one forward in flight",
+            )
         if program.schedule is not None:
             raise UsageError(
                 "IRC565",

@@ -24,6 +24,7 @@ from ...ir import (
     Symbol,
     TensorType,
     Trait,
+    UnsupportedError,
     UsageError,
     Value,
     allocation_bytes,
@@ -88,7 +89,8 @@ class ReleaseGradients:
         Raises:
             UsageError: IRC413 for wrong options, or after a pass that looked at the operations; IRC508 when
                 the optimizer does not work.
-            UnsupportedError: IRC508 when the optimizer cannot take its steps parameter by parameter.
+            UnsupportedError: IRC413 for sparse gradients; IRC508 when the optimizer cannot take its steps
+                parameter by parameter.
         """
         self.check()
         if program.costs is not None or program.schedule is not None:
@@ -96,6 +98,13 @@ class ReleaseGradients:
                 "IRC413",
                 f"{self.name} comes after the operations' costs were found",
                 help="put it before them: release-gradients{...},cost{...},plan-memory{...}",
+            )
+        if sparse := program.graph.sparse_gradients:
+            raise UnsupportedError(
+                "IRC413",
+                f"the gradient of {sparse[0]} is sparse, so that no bytes can be reserved for it: it grows",
+                help="give the embedding sparse=False, or leave out accumulate_gradients= and "
+                "optimizer_in_backward=; the stages of a pipeline always accumulate",
             )
         costs: Mapping[Value, StepCost] | None = None
         if self.optimizer is not None:

@@ -112,6 +112,8 @@ def test_tensors_count_once_and_as_long_as_they_are_alive() -> None:
     assert alive.alive_bytes() == 480
     del view
     assert alive.alive_bytes() == 80 and alive.bytes_of([key]) == 0
+    parameter.grad = torch.sparse_coo_tensor(torch.zeros(1, 3).long(), torch.zeros(3), (10,))
+    assert alive.alive_bytes() == 40 + 24 + 12
     parameter.grad = None
     assert alive.alive_bytes() == 40
 

@@ -645,14 +645,15 @@ class Masked(Net):
 
 
 class Sparse(Net):
-    """One graph, in whose backward a sparse tensor is made."""
+    """One graph, in whose backward two sparse tensors are added."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(8, WIDTH, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.words((x[:, 0] > 0).long()))
+        ids = (x[:, 0] > 0).long()
+        return super().forward(self.words(ids) + self.words(ids + 1))
 
 
 class Diagonal(Net):

@@ -338,12 +338,6 @@ def assert_trains_as_eager(module: Model, x: Tensor) -> None:
     assert torch.equal(fitted.lin.weight.grad, original.lin.weight.grad)  # pyright: ignore
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"IRC334.*sparse") as raised:
-        capture(nn.Embedding(5, 4, sparse=True), (torch.tensor([1, 2]),))
-    assert "sparse=False" in str(raised.value.help)
-
-
 @pytest.mark.parametrize(
     ("module", "cause"),
     [

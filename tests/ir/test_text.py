@@ -168,7 +168,7 @@ def fields_of(thing: Any) -> Any:
         case Input():
             return ("input", fields_of(thing.value), thing.role, thing.target, thing.requires_grad)
         case Output():
-            return ("output", fields_of(thing.value), thing.role, thing.target)
+            return ("output", fields_of(thing.value), thing.role, thing.target, thing.part)
         case Graph():
             parts = fields_of(thing.inputs), fields_of(thing.nodes), fields_of(thing.outputs)
             return ("graph", *parts, thing.loss_bytes)
@@ -269,7 +269,10 @@ def test_odd_names_traits_and_locations_read_back_equal(
     graph = Graph(
         (Input(values[0], InputRole.CONSTANT, drawn[11]),),
         (node, after),
-        (Output(values[3], OutputRole.OUTPUT, drawn[0]), Output(None, OutputRole.GRADIENT, drawn[1])),
+        (
+            Output(values[3], OutputRole.OUTPUT, drawn[0]),
+            Output(None, OutputRole.GRADIENT, drawn[1], drawn[2]),
+        ),
         7,
     )
     assert_reads_back(graph)

@@ -355,3 +355,67 @@ def test_a_gradient_that_is_applied_wrongly_is_named(old: str, new: str, code: s
     with pytest.raises(VerificationError) as caught:
         verify_graph(parse_graph(APPLIED.replace(old, new)))
     assert caught.value.code == code and caught.value.message.startswith(message)
+
+
+# Sparse gradients.
+
+SPARSE = """\
+graph loss_bytes=0 {
+  storage @i 24 cpu
+  storage @w 80 cpu
+  storage @t 48 cpu
+  storage @z 48 cpu
+  storage @g 48 cpu
+  input %i: int64[3]{1} @i input "0"
+  input %w: float32[5,4]{4,1} @w parameter "w" requires_grad
+  input %t: float32[3,4]{4,1} @t tangent "0"
+forward:
+  z = op(%i, %w) -> %z: float32[3,4]{4,1} @z
+backward:
+  n = view(%i) -> %n: int64[1,3]{3,1} @i traits(view)
+  g = op(%t) -> %g: float32[3,4]{4,1} @g
+  output %z "0"
+  gradient %n "parameter:w" part "indices"
+  gradient %g "parameter:w" part "values"
+}
+"""
+
+
+def test_the_parts_of_a_sparse_gradient_are_sound() -> None:
+    graph = parse_graph(SPARSE)
+    verify_graph(graph)
+    assert graph.sparse_gradients == ("parameter:w",)
+    verify_graph(parse_graph(SPARSE.replace('"values"', '"strided values"')))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('  gradient %n "parameter:w" part "indices"\n', ""),
+        ('  gradient %g "parameter:w" part "values"\n', ""),
+        ('part "values"', 'part "others"'),
+        ('gradient %g "parameter:w" part "values"', 'gradient none "parameter:w" part "values"'),
+        ('  gradient %n "parameter:w"', '  gradient %g "parameter:w"\n  gradient %n "parameter:w"'),
+        ("float32[5,4]{4,1} @w", "float32[4,5]{5,1} @w"),
+        ("float32[5,4]{4,1} @w", "int32[5,4]{4,1} @w"),
+        ("int64[1,3]{3,1}", "int32[1,3]{3,1}"),
+        ("int64[1,3]{3,1}", "int64[3]{1}"),
+        ("int64[1,3]{3,1}", "int64[3,1]{1,1}"),
+    ],
+)
+def test_parts_that_make_no_gradient_are_refused(old: str, new: str) -> None:
+    assert SPARSE.count(old) == 1
+    assert refused(parse_graph(SPARSE.replace(old, new))) == (
+        "IRC118",
+        "gradient of parameter:w is not made of indices and values that fit it",
+    )
+
+
+def test_an_output_has_no_parts() -> None:
+    twice = SPARSE.replace('output %z "0"', 'output %z "0"\n  output %z "0" part "values"')
+    assert refused(parse_graph(twice)) == ("IRC110", "values of the output 0 is delivered twice")
+
+
+def test_no_other_forward_is_in_flight_beside_a_sparse_gradient() -> None:
+    code, message = refused(replace(parse_graph(SPARSE), forwards_in_flight=2))
+    assert code == "IRC566" and "sparse gradients grow" in message

@@ -1,4 +1,4 @@
-"""Refuses operations when a forward calls them: those that torch's tracer dies of."""
+"""Refuses operations when a forward calls them: those that no plan holds, or torch's tracer dies of."""
 
 # Torch's dispatchers have no public interface.
 # pyright: reportPrivateUsage=false
@@ -21,7 +21,8 @@ from .python_kernels import with_kernels
 __all__ = ["DENSE_ALONE", "refused_operations"]
 
 DENSE_ALONE = (
-    f"a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense(); or {THROUGH_DYNAMO}"
+    "a plan holds dense tensors, and sparse gradients of embeddings that are looked up once, without "
+    f"padding_idx: give others sparse=False, or call to_dense(); or {THROUGH_DYNAMO}"
 )
 
 _aten = torch.ops.aten
@@ -35,17 +36,39 @@ _COMPRESSING = {
 """Operations that make compressed tensors, with their layouts; None where an argument says it."""
 
 
+_LOOKING_UP = (_aten.embedding.default, _aten._embedding_bag.default)
+
+
 def _check_layout(operation: Any, kwargs: Any) -> None:
     """Refuses a compressed tensor: of one that needs a gradient, torch's tracer ends the process."""
     layout = _COMPRESSING[operation] or kwargs.get("layout")
     if layout is not None and layout in _COMPRESSING.values():
-        at = Location(source=user_line(inspect.currentframe()))
-        raise UnsupportedError("IRC334", f"{operation} makes a {layout} tensor", at=at, help=DENSE_ALONE)
+        raise UnsupportedError("IRC334", f"{operation} makes a {layout} tensor", at=_line(), help=DENSE_ALONE)
+
+
+def _check_padding(weight: Tensor, *, padding_idx: int = -1, sparse: bool = False, **_: Any) -> None:
+    """Refuses a sparse gradient from which the rows of `padding_idx` are taken."""
+    if sparse and padding_idx >= 0 and weight.requires_grad:
+        raise UnsupportedError(
+            "IRC334",
+            "an embedding with padding_idx makes a sparse gradient as long as data says",
+            at=_line(),
+            help=DENSE_ALONE,
+        )
+
+
+def _line() -> Location:
+    return Location(source=user_line(inspect.currentframe()))
 
 
 def _kernel(operation: Any) -> Callable[..., Tensor]:
+    names = [argument.name for argument in operation._schema.arguments]
+
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        _check_layout(operation, kwargs)
+        if operation in _COMPRESSING:
+            _check_layout(operation, kwargs)
+        else:
+            _check_padding(**dict(zip(names, args, strict=False)), **kwargs)
         with with_kernels({operation: {DispatchKey.Autograd: None}}):
             return operation(*args, **kwargs)
 
@@ -58,4 +81,5 @@ def refused_operations() -> contextlib.AbstractContextManager[None]:
     Raises:
         UnsupportedError: IRC334.
     """
-    return with_kernels({operation: {DispatchKey.Autograd: _kernel(operation)} for operation in _COMPRESSING})
+    checked = (*_COMPRESSING, *_LOOKING_UP)
+    return with_kernels({operation: {DispatchKey.Autograd: _kernel(operation)} for operation in checked})

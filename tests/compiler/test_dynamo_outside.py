@@ -301,7 +301,8 @@ def test_a_meter_compares_each_stretch_with_what_was_predicted() -> None:
     def take(nbytes: int) -> None:
         held.append(torch.empty(nbytes, dtype=torch.uint8))
 
-    gc.collect()  # what earlier tests left would be freed while the meter counts
+    while gc.collect():  # earlier tests' garbage, and its finalizers', would end while the meter counts
+        pass
     meter.begin("cpu", 1000)
     meter.mark(Stretch.FORWARD, 1500)
     take(700)  # 200 more than predicted

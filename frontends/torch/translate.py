@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,9 +156,13 @@ class _Translator:
 
     def _find_steps(self, traced: Iterable[fx.Node], results: TracedResults) -> None:
         inputs = {repr(node.meta["desc"]): node for node in traced if node.op == "placeholder"}
+        tensors = (node.meta["val"] for node in inputs.values())
+        shared = Counter(t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor))
         for new, described in results.mutations:
-            if not isinstance(described, BufferAOTInput):
-                old = inputs[repr(described)]
+            old = inputs[repr(described)]
+            handle = old.meta["val"].untyped_storage()
+            is_alone = shared[handle._cdata] == 1  # a write counts as one into all of its storage
+            if is_alone and not isinstance(described, BufferAOTInput):
                 self.steps.update(dict.fromkeys(written_in_steps(new, old) or (), old))
 
     # ------------------------------------------------------------------ values and storages

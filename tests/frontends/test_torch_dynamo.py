@@ -207,3 +207,44 @@ def in_checkpoint(options: dict[str, Any]) -> nn.Module:
 
     torch.manual_seed(0)
     return Model(forward, part=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.mul_(3)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tripled = gradient.clone()
+        tripled.mul_(3)
+        return tripled
+
+
+def _written_copy(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.mul_(2)
+    y.clamp_(-0.5, 0.5)
+    return y.tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["checkpoint", "function"])
+def test_writes_within_a_graph_of_a_graph_are_run(kind: str) -> None:
+    """Nothing reads what such a line returns in Dynamo's graph of a checkpoint, or of a custom function."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.linear(x)
+        return _Tripled.apply(x) if kind == "function" else checkpoint(_written_copy, x, use_reentrant=False)
+
+    module = Model(forward, linear=nn.Linear(4, 4))
+    twin, x = copy.deepcopy(module), torch.randn(3, 4)
+    compiled: Any = torch.compile(module, backend=irc.backend(1 << 30, costs="analytic"))
+    results = [run(x) for run in (compiled, twin)]
+    for result in results:
+        result.sin().sum().backward()
+    assert torch.equal(*results)
+    gradients = zip((p.grad for p in module.parameters()), (p.grad for p in twin.parameters()), strict=True)
+    assert all(mine is not None and its is not None and torch.equal(mine, its) for mine, its in gradients)

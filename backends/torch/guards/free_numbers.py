@@ -152,7 +152,9 @@ def take_number_results(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[
         results[place] = NumberResult(operand, dtype)
         returned[place] = None
     output.args = (tuple(returned),)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not torch.scalar_tensor)
+    for node in graph.find_nodes(op="call_function", target=torch.scalar_tensor):
+        if not node.users:
+            graph.erase_node(node)  # eliminate_dead_code() takes writes out of the graphs of checkpoints
     return results
 
 

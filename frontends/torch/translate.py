@@ -58,7 +58,7 @@ from .node_traits import draws, ignores_statistics, operands_of, traits_of
 from .place_annotations import Note, note_of
 from .provenance import location_of
 from .traced_results import ROLES, TracedResults, input_target
-from .written_inputs import pinned_readers, untrack_writes, written_in_steps
+from .written_inputs import pinned_readers, refuse_stale_checkpoints, untrack_writes, written_in_steps
 
 __all__ = ["Translation", "tensor_type", "translate", "unknown_object"]
 
@@ -137,6 +137,7 @@ class _Translator:
                 self._input(node)
         sparse = _sparse_gradients(results)
         calls = [n for n in traced if n.op == "call_function" and n in wanted and n not in sparse]
+        refuse_stale_checkpoints(dict.fromkeys(node for node in calls if node in forward).keys())
         for region in Region:
             for node in calls:
                 if (node in forward) == (region is Region.FORWARD):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,14 @@ from ...torch_support.autocast import autocast_state
 from ...torch_support.layouts import same_layout
 from ...torch_support.tensor_data import TENSOR_DATA
 from ...torch_support.written_forms import in_place_form
+from .annotation_scopes import Scope
 from .fixups.autocast_cache import kept_casts
 from .in_place import is_in_place, is_recorded
 from .node_traits import draws
-from .provenance import location_of
+from .provenance import location_of, scopes_of
 from .traced_results import ROLES, TracedResults, input_target
 
-__all__ = ["pinned_readers", "untrack_writes", "written_in_steps"]
+__all__ = ["pinned_readers", "refuse_stale_checkpoints", "untrack_writes", "written_in_steps"]
 
 _ADD, _CLONE, _DETACH = torch.ops.aten.add.Tensor, torch.ops.aten.clone.default, torch.ops.aten.detach.default
 
@@ -117,6 +118,51 @@ def written_in_steps(new: fx.Node, old: fx.Node) -> list[fx.Node] | None:
     others = (_base(each) for step in steps for each in step.all_input_nodes if each is not step.args[0])
     reads = (sum(_base(each) in states for each in step.args if isinstance(each, fx.Node)) for step in steps)
     return None if any(each in states for each in others) or any(count > 1 for count in reads) else steps
+
+
+def refuse_stale_checkpoints(forward: Set[fx.Node]) -> None:
+    """Refuses a checkpoint whose function reads what the forward writes over after it.
+
+    Eager's backward runs the function again, on the numbers that are there then.
+
+    Raises:
+        UnsupportedError: IRC339 if gradients are computed from what it makes of them.
+    """
+    for write in filter(is_in_place, forward):
+        before = write.args[0]
+        reads = _readers(_base(before)) if isinstance(before, fx.Node) else ()
+        for read in (each for each in reads if each in forward):
+            for scope in scopes_of(read):
+                if scope in scopes_of(write) or not scope.runs_again:
+                    continue
+                if _reaches_backward(read, scope, forward):
+                    raise UnsupportedError(
+                        "IRC339",
+                        f"torch.utils.checkpoint{scope.where} reads what the forward writes over afterwards: "
+                        "eager reads it again in backward, and gradients are those of another function",
+                        at=location_of(write),
+                        help="call the function without the checkpoint: a plan recomputes by itself",
+                    )
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _reaches_backward(node: fx.Node, scope: Scope, forward: Set[fx.Node]) -> bool:
+    """Whether backward of a stretch of the forward reads a result, or what the stretch computes from it."""
+    waiting, seen = [node], {node}
+    while waiting:
+        users = {user for user in waiting.pop().users if scope in scopes_of(user)} - seen
+        if not users <= forward:
+            return True
+        waiting += users
+        seen |= users
+    return False
 
 
 def _writes_whole(node: fx.Node, old: fx.Node) -> bool:

@@ -332,3 +332,35 @@ def test_a_checkpoint_that_writes_what_it_reads_is_refused() -> None:
     with pytest.raises(irc.UnsupportedError, match=r"IRC339.*writes parameter table.weight") as caught:
         fit(Model(forward, table=nn.Embedding(10, 6, max_norm=1.0)), TOKENS)
     assert "without the checkpoint" in str(caught.value.help)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["clamp_", "data", "row", "buffer"])
+def test_a_checkpoint_before_a_write_over_what_it_reads_is_refused(kind: str, is_reentrant: bool) -> None:
+    """Its backward in eager reads the new numbers; without the checkpoint the plan trains as eager."""
+    calls = [torch.randn(4, 6) for _ in range(2)]
+    write = WRITES["row" if kind == "buffer" else kind]
+    options: dict[str, Any] = {"use_reentrant": is_reentrant}
+
+    def part(m: Any, x: Tensor) -> Tensor:
+        return (x + m.weight.sum(0)).tanh().exp()
+
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.linear(x)
+        y = checkpoint(part, m, x, **options) if options else part(m, x)
+        write(m.weight)
+        return y
+
+    def made() -> nn.Module:
+        module = Model(forward, linear=nn.Linear(6, 6), weight=nn.Parameter(torch.randn(6, 6)))
+        if kind == "buffer":
+            del module.weight
+            module.register_buffer("weight", torch.randn(6, 6))
+        return module
+
+    module, twin = pair(made)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC339.*writes over afterwards") as caught:
+        fit(copy.deepcopy(module), calls[0])
+    assert "without the checkpoint" in str(caught.value.help)
+    options.clear()
+    assert_same(trained(module, fit(module, calls[0]), calls), trained(twin, twin, calls))

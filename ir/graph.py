@@ -44,7 +44,7 @@ __all__ = [
 
 SEEDED = "seeded"
 """The kind of the symbol of a generator that each forward makes."""
-_SEEDED_NAME = re.compile(r"[0-9]+:([0-9]{1,20})@([a-z]+(?::[0-9]+)?)")
+_SEEDED_NAME = re.compile(r"[0-9]+:([0-9]{1,20})@([a-z]+(?::(?:0|[1-9][0-9]?))?)")
 
 
 @dataclass(frozen=True, slots=True)

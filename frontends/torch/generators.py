@@ -92,9 +92,10 @@ def _refuse_read(of: _StandIn) -> NoReturn:
     )
 
 
-for _name in ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"):
+for _name in ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state", "__setstate__"):
     setattr(_StandIn, _name, _refusing(_name, _refuse_seed))
-for _name in ("get_state", "get_offset", "initial_seed", "clone_state", "graphsafe_get_state"):
+# the last one is what copies of it are made from
+for _name in ("get_state", "get_offset", "initial_seed", "clone_state", "graphsafe_get_state", "__reduce__"):
     setattr(_StandIn, _name, _refusing(_name, _refuse_read))
 
 

@@ -283,10 +283,9 @@ class _GraphCheck:
         sparse: dict[str, dict[str, Value | None]] = {}
         for output in self.graph.outputs:
             what = describe(output)
-            part = output.part if output.role is OutputRole.GRADIENT else ""
-            if (output.role, output.target, part) in delivered:
+            if (output.role, output.target, output.part) in delivered:
                 fail("IRC110", f"{what} is delivered twice")
-            delivered.add((output.role, output.target, part))
+            delivered.add((output.role, output.target, output.part))
             if output.value is not None and output.value not in self.written:
                 fail("IRC117", f"{what} is {output.value}, which is never written")
             if output.role is OutputRole.GRADIENT:
@@ -294,6 +293,8 @@ class _GraphCheck:
                     fail("IRC118", f"{what} belongs to no input of the graph")
                 if output.part:
                     sparse.setdefault(output.target, {})[output.part] = output.value
+            elif output.part:
+                fail("IRC118", f"{what} is none of a gradient")
             elif output.value is None:
                 fail("IRC117", f"{what} has no value")
             elif output.value in self.after_loss:

@@ -382,9 +382,12 @@ def test_norms_of_half_precision_save_what_their_operands_are(name: str, dtype: 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_bags_of_embeddings_take_the_memory_of_the_kernel(mode: Any, is_closed: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bags_of_embeddings_take_the_memory_of_the_kernel(
+    dtype: torch.dtype, mode: Any, is_closed: bool
+) -> None:
     torch.manual_seed(0)
-    module = nn.EmbeddingBag(10, 16, mode=mode, include_last_offset=is_closed)
+    module = nn.EmbeddingBag(10, 16, mode=mode, include_last_offset=is_closed, dtype=dtype)
     args = torch.arange(24) % 10, torch.arange(0, 24 + is_closed, 3)
     original = copy.deepcopy(module)
     plan = irc.optimize(module, args, "100%", loss=_mean_square)

@@ -292,6 +292,12 @@ UNKNOWN: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "clone_state": ("IRC338", "reads the state", _drawn_from_made(lambda g: g.clone_state())),
     "get_state": ("IRC338", "reads the state", _drawn_from_made(lambda g: bool(g.get_state().sum()))),
     "a copy": ("IRC334", "no attribute leads to", _drawn_from_made(lambda g: _PLAIN())),
+    "copied": ("IRC338", "reads the state", _drawn_from_made(copy.copy)),
+    "its own is copied": (
+        "IRC338",
+        "reads the state or the seed of the generator g",
+        lambda m, x: m.lin(x) * torch.rand(4, generator=copy.deepcopy(m.g)),
+    ),
     "a clock": (
         "IRC338",
         "with another number in each run",
@@ -369,7 +375,9 @@ def test_the_cures_for_generators_train() -> None:
     _trains_as_eager(module, (x,), (x,), (x,))
 
 
-@pytest.mark.parametrize("name", ["0:x@cpu", "0:7@cuda:0", f"0:{2**64}@cpu", "7@cpu"])
+@pytest.mark.parametrize(
+    "name", ["0:x@cpu", "0:7@cuda:0", f"0:{2**64}@cpu", "7@cpu", "0:7@cpu:256", "0:7@cpu:01"]
+)
 def test_a_written_generator_that_is_none_is_refused(name: str) -> None:
     graph = capture(drawing(_of_seeded(DRAWS["rand"])), (torch.randn(4, 16),)).graph
     assert not graph.generators and {each.kind for each in graph.generator_symbols} == {"seeded"}

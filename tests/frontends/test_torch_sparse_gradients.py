@@ -97,6 +97,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "means": (lambda: Bags("mean"), (FLAT, STARTS)),
     "rows": (lambda: Bags("mean"), (PAIRS,)),
     "weights": (lambda: Bags("sum"), (FLAT, STARTS, torch.rand(80))),
+    "bfloat16": (lambda: Bags("sum").bfloat16(), (FLAT, STARTS, torch.rand(80).bfloat16())),
 }
 
 

@@ -412,8 +412,9 @@ def test_parts_that_make_no_gradient_are_refused(old: str, new: str) -> None:
 
 
 def test_an_output_has_no_parts() -> None:
-    twice = SPARSE.replace('output %z "0"', 'output %z "0"\n  output %z "0" part "values"')
-    assert refused(parse_graph(twice)) == ("IRC110", "values of the output 0 is delivered twice")
+    for other in ('output %z "0" part "values"', 'output %z "0"\n  output %z "0" part "values"'):
+        graph = parse_graph(SPARSE.replace('output %z "0"', other))
+        assert refused(graph) == ("IRC118", "values of the output 0 is none of a gradient")
 
 
 def test_no_other_forward_is_in_flight_beside_a_sparse_gradient() -> None:

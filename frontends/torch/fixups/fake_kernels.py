@@ -154,12 +154,23 @@ def _mixed(operation: Any) -> Callable[..., Any]:
 
 
 def _bags(operation: Any) -> Callable[..., Any]:
-    """The CPU's kernel makes the bags of indices, and the sizes of bags, one longer than what it returns."""
+    """The CPU's kernel makes the bags of indices, and the sizes of bags, one longer than what it returns.
+
+    Whether it makes the bags depends on the dtype, and torch's rule forgets one that is as half precision.
+    """
     rule = operation.py_kernels[torch._C.DispatchKey.Meta]
+
+    def as_half(argument: Any) -> Any:
+        if not isinstance(argument, Tensor) or argument.dtype is not torch.bfloat16:
+            return argument
+        half = argument.new_empty(0, dtype=torch.half)
+        return half.new_empty_strided(argument.shape, argument.stride())
 
     def bags(mode: Any, _: Any, weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any) -> Any:
         with mode:
-            result, bag_of_index, sizes, maxima = rule(weight, indices, offsets, *args)
+            operands = map(as_half, (weight, indices, offsets, *args))
+            result, bag_of_index, sizes, maxima = rule(*operands)
+            result = result.to(weight.dtype)
             if weight.device.type == "cpu":
                 if bag_of_index.numel():
                     bag_of_index = bag_of_index.new_empty(indices.numel() + 1)[:-1]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -333,7 +333,13 @@ class _Located(fx.Interpreter):
         finally:
             self.told.current_location = None
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is _GET_DATA:
+            return args[0].data  # which modes see
+        return super().call_function(target, args, kwargs)
 
+
+_GET_DATA = cast(Any, torch)._C._autograd._get_data_attr
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
 _TORCH = str(Path(torch.__file__).parent)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +21,11 @@ from ...torch_support.layouts import same_layout
 from ...torch_support.operations import overload_of
 from .fixups.tangent_layouts import is_expanded
 
-__all__ = ["is_data", "is_in_place", "is_recorded", "noting_writes", "reading_data"]
+__all__ = ["is_data", "is_in_place", "is_recorded", "note_data", "noting_writes", "owner_of_data"]
 
 _KEY = "irc.in_place"
 _DATA = "irc.tensor_data"
-_reads_data = ContextVar("reads_data", default=False)
+_OWNER = "irc_owner_of_data"
 
 
 class _Writing(TorchDispatchMode):
@@ -37,6 +36,8 @@ class _Writing(TorchDispatchMode):
         self.depth = 0
         self.is_recorded = False
         """Whether autograd records the write, as one over a tensor that asks for a gradient."""
+        self.is_data = False
+        """Whether the write goes into the `data` of a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,6 +45,7 @@ class _Writing(TorchDispatchMode):
             return func(*args, **kwargs)
         self.depth += 1
         self.is_recorded = torch.is_grad_enabled() and bool(args) and _asks(args[0])
+        self.is_data = bool(args) and owner_of_data(args[0]) is not None
         try:
             if func is torch.ops.aten.bernoulli_.float:
                 func(_in_memory_order(args[0]), *args[1:], **kwargs)
@@ -122,27 +124,26 @@ def noting_writes() -> Generator[None]:
         node = create_node(graph, *args, **kwargs)
         if writing.depth:
             node.meta[_KEY] = writing.is_recorded
-        if _reads_data.get():
-            node.meta[_DATA] = True
+            node.meta[_DATA] = writing.is_data
         return node
 
     with patch.object(fx.Graph, "create_node", noting), writing:
         yield
 
 
-@contextlib.contextmanager
-def reading_data() -> Generator[None]:
-    """Meanwhile, what is traced reads the attribute `data` of a tensor."""
-    token = _reads_data.set(True)
-    try:
-        yield
-    finally:
-        _reads_data.reset(token)
+def note_data(data: Any, tensor: Tensor) -> None:
+    """Notes that a tensor is the `data` of another."""
+    setattr(data, _OWNER, tensor)
+
+
+def owner_of_data(tensor: object) -> Tensor | None:
+    """Returns the tensor whose `data` this one was noted to be."""
+    return getattr(tensor, _OWNER, None) if isinstance(tensor, Tensor) else None
 
 
 def is_data(node: fx.Node) -> bool:
-    """Whether a traced node is the `data` of a tensor, whose version does not count what is written there."""
-    return _DATA in node.meta
+    """Whether a write went into the `data` of a tensor, whose version does not count it."""
+    return node.meta.get(_DATA, False)
 
 
 def is_in_place(node: fx.Node) -> bool:

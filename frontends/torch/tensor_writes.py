@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...ir import THROUGH_DYNAMO, Location, UnsupportedError
-from .in_place import reading_data
+from .in_place import note_data, owner_of_data
 from .source_lines import user_line
 
 __all__ = ["DataAssignedError", "TensorWrites"]
@@ -41,8 +41,10 @@ class TensorWrites(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
-            with reading_data():
-                return func(*args, **(kwargs or {}))
+            note_data(data := func(*args), args[0])
+            return data
+        if func == _SET_DATA and owner_of_data(args[1]) is args[0]:
+            return None  # `tensor.data *= 2` has written there
         if func == _SET_DATA:
             line = _line()
             raise DataAssignedError(

@@ -292,10 +292,9 @@ class _Translator:
                 *((k, v) for k, v in keywords if k != "dtype"),
                 ("dtype", self._argument(dtype, node)),
             )
-        writes_data = is_data(node) and not self.steps.keys().isdisjoint(node.users)
         operation = Node(
             name=node.name,
-            op=TENSOR_DATA if writes_data else str(node.target),
+            op=str(node.target),
             arguments=arguments,
             keywords=keywords,
             results=results,
@@ -309,6 +308,8 @@ class _Translator:
             traits, op = frozenset({Trait.EFFECT}), in_place_form(operation.op)
             assert op is not None
             operation = replace(operation, op=op)
+            if is_data(node):
+                operation = self._into_data(operation)
         else:
             traits = traits_of(operation, node)
             if is_in_place(node) and Trait.VIEW not in traits:
@@ -318,6 +319,13 @@ class _Translator:
             self.tuples[node] = results
         elif results[0] is not None:
             self.values[node] = results[0]
+
+    def _into_data(self, write: Node) -> Node:
+        before = write.operands[0]
+        data = replace(before, name=f"{write.name}_data")
+        view = frozenset({Trait.VIEW})
+        self.nodes.append(Node(data.name, TENSOR_DATA, (before,), (data,), traits=view, at=write.at))
+        return replace(write, arguments=(data, *write.arguments[1:]))
 
     def _check_call(self, node: fx.Node, region: Region) -> None:
         """An operation that returns nothing and raises on bad numbers, as on a matrix without inverse."""

@@ -323,6 +323,22 @@ def test_what_is_refused_trains_with_dense_gradients(
     total(fitted(PAIRS)).backward()
 
 
+def _without_grad(table: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return table(ids)
+
+
+@pytest.mark.parametrize("look", [_without_grad, lambda table, ids: table(ids).detach()])
+def test_a_table_with_padding_that_no_gradient_reaches_trains(look: Callable[..., Tensor]) -> None:
+    class Reads(Words):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(look(self.words, ids))
+
+    module = Reads(padding_idx=0)
+    fitted = irc.optimize(copy.deepcopy(module), (PAIRS,), "100%", loss=total, costs="analytic")
+    assert same(*(trained(each, (PAIRS,), torch.optim.SGD) for each in (fitted, module)))
+
+
 def test_the_stages_of_a_pipeline_refuse_sparse_gradients() -> None:
     with pytest.raises(UnsupportedError, match=r"IRC413.*\n.*stages of a pipeline") as caught:
         irc.pipeline(Words(), (PAIRS,), 1 << 20, stages=2, micro_batches=2, costs="analytic")

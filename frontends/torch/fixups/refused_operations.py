@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,37 +46,41 @@ def _check_layout(operation: Any, kwargs: Any) -> None:
         raise UnsupportedError("IRC334", f"{operation} makes a {layout} tensor", at=_line(), help=DENSE_ALONE)
 
 
-def _check_padding(weight: Tensor, *, padding_idx: int = -1, sparse: bool = False, **_: Any) -> None:
-    """Refuses a sparse gradient from which the rows of `padding_idx` are taken."""
-    if sparse and padding_idx >= 0 and weight.requires_grad:
-        raise UnsupportedError(
-            "IRC334",
-            "an embedding with padding_idx makes a sparse gradient as long as data says",
-            at=_line(),
-            help=DENSE_ALONE,
-        )
+def _refuse_padding(result: Tensor, *, padding_idx: int = -1, sparse: bool = False, **_: Any) -> None:
+    """Refuses a sparse gradient from which the rows of `padding_idx` are taken, once backward makes it."""
+    if not sparse or padding_idx < 0 or result.grad_fn is None:
+        return
+    message = "an embedding with padding_idx makes a sparse gradient as long as data says"
+    error = UnsupportedError("IRC334", message, at=_line(), help=DENSE_ALONE)
+
+    def refuse(_: Any) -> NoReturn:
+        raise error
+
+    result.grad_fn.register_prehook(refuse)
 
 
 def _line() -> Location:
     return Location(source=user_line(inspect.currentframe()))
 
 
-def _kernel(operation: Any) -> Callable[..., Tensor]:
+def _kernel(operation: Any) -> Callable[..., Any]:
     names = [argument.name for argument in operation._schema.arguments]
 
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         if operation in _COMPRESSING:
             _check_layout(operation, kwargs)
-        else:
-            _check_padding(**dict(zip(names, args, strict=False)), **kwargs)
         with with_kernels({operation: {DispatchKey.Autograd: None}}):
-            return operation(*args, **kwargs)
+            results = operation(*args, **kwargs)
+        if operation in _LOOKING_UP:
+            result = results if isinstance(results, Tensor) else results[0]
+            _refuse_padding(result, **dict(zip(names, args, strict=False)), **kwargs)
+        return results
 
     return kernel
 
 
 def refused_operations() -> contextlib.AbstractContextManager[None]:
-    """Refuses these operations, in the forward that calls them.
+    """Refuses these operations, with the line of the forward that calls them.
 
     Raises:
         UnsupportedError: IRC334.

@@ -133,13 +133,15 @@ class _Made(_StandIn, metaclass=_LikeTorchs):
         self.original, self.scopes = self, _open_scopes()
         _tracing.generators.of_run.append(self)
 
-    def manual_seed(self, seed: int) -> _Made:
+    def manual_seed(self: Any, seed: int) -> Any:
+        if type(self) is not _Made:  # called by the name of the class
+            return self.manual_seed(seed)
         _TorchGenerator.manual_seed(self, seed)
         self.seeded, self.scopes = _TorchGenerator(self.device).manual_seed(seed), _open_scopes()
         return self
 
-    def initial_seed(self) -> int:
-        return _TorchGenerator.initial_seed(self)
+    def initial_seed(self: Any) -> int:
+        return _TorchGenerator.initial_seed(self) if type(self) is _Made else self.initial_seed()
 
 
 class _NamesSeeds(TorchDispatchMode):

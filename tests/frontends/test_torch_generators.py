@@ -309,6 +309,7 @@ UNKNOWN: dict[str, tuple[str, str, Callable[..., Any]]] = {
         _drawn_from_made(lambda g: g.manual_seed(torch.initial_seed())),
     ),
     "torch's state": ("IRC338", "reads the state", lambda m, x: m.lin(x) + torch.get_rng_state()[:4]),
+    "its own seed": ("IRC338", "reads the state", lambda m, x: m.lin(x) + torch.Generator.initial_seed(m.g)),
     "its own state": ("IRC338", "reads the state", lambda m, x: m.lin(x) + m.g.get_state()[:4]),
     "assigned": ("IRC338", "changes Python state: last", _assigned),
     "made once": ("IRC338", "changes Python state: first", _made_once),
@@ -408,6 +409,10 @@ SEEDS: dict[str, Draw] = {
     "the generator itself": _then_drawn(lambda m: torch.default_generator.manual_seed(3)),
     "fork_rng": _forked,
     "a generator of its own": _then_drawn(lambda m: m.g.manual_seed(4)),
+    "by the class's name": _then_drawn(lambda m: torch.Generator.manual_seed(m.g, 4)),
+    "torch's by the class's name": _then_drawn(
+        lambda m: torch.Generator.manual_seed(torch.default_generator, 4)
+    ),
 }
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support import cached_tables
 from support.torch_cases import Model, fitted
 from torch import Tensor, nn
 
@@ -125,3 +127,31 @@ def test_caches_of_functions_do_not_keep_traced_tensors() -> None:
     assert torch.equal(ours(x), expected)
     capture(module, (x,))  # with the tensors of that run in the caches
     assert torch.equal(module(x), expected)
+
+
+def _imported(m: Any) -> Tensor:
+    from support.cached_tables import table
+
+    return table(4)
+
+
+CACHED: dict[str, Callable[[Any], Tensor]] = {
+    "file": lambda m: cached_tables.table(4),
+    "import in the forward": _imported,
+    "result in an object": lambda m: cached_tables.box(4).table,
+    "result in a function": lambda m: cached_tables.closure(4)(),
+    "object of a file": lambda m: cached_tables.TABLES.of_object(4),
+    "object of the module": lambda m: m.tables.of_object(4),
+    "class": lambda m: cached_tables.Tables.of_class(4),
+    "container": lambda m: cached_tables.BY_NAME["table"](),
+}
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_caches_that_code_names_do_not_keep_traced_tensors(kind: str) -> None:
+    module = Model(
+        lambda m, x: m.lin(x) * CACHED[kind](m), lin=nn.Linear(4, 4), tables=cached_tables.Tables()
+    )
+    x = torch.randn(3, 4)
+    ours = fitted(module, x)
+    assert torch.equal(ours(x), module(x))

@@ -4,68 +4,135 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable
-from types import FunctionType
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
-from ....torch_support.functions import closed_over
+from ....torch_support.functions import WRAPPERS, closed_over
 
 __all__ = ["caches_of", "forget_traced", "is_traced"]
 
 _Cache: Any = type(functools.lru_cache(lambda: None))
+_LIBRARIES = ("torch", "irc", "sympy", "numpy")
 
 
 def caches_of(module: nn.Module) -> list[Any]:
-    """The caches that a module's code has: among its methods and attributes, and the functions beside them.
+    """The caches that a module's code has: among its methods and attributes, and what code beside them names.
 
-    Functions that decorators hold count, and those that their files import, but for torch and irc.
+    Functions that decorators hold count, those that their files import, and what classes, objects, containers
+    and files hold that functions name, but for torch and irc. Of installed packages only the functions of the
+    modules' own name others.
     """
     children = list(module.modules())
     kinds = {kind for child in children for kind in type(child).__mro__}
     waiting: list[Any] = [value for child in children for value in vars(child).values()]
-    for kind in kinds:
-        if not _is_library(kind.__module__):
-            waiting += vars(kind).values()
+    waiting += kinds
+    packages = {_package(kind.__module__) for kind in kinds}
     seen: set[int] = set()
-    found: list[Any] = []
+    caches: list[Any] = []
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or type(value) not in (FunctionType, staticmethod, _Cache):
-            continue  # not isinstance(), which some objects answer with a warning
+        if id(value) in seen:
+            continue
         seen.add(id(value))
         if type(value) is _Cache:
-            found.append(value)
+            caches.append(value)
+            waiting.append(value.__wrapped__)
         elif type(value) is FunctionType:
-            waiting += closed_over(value)
             names = value.__globals__
-            if id(names) not in seen and not _is_library(str(names.get("__name__"))):
+            if _is_library(names.get("__name__")):
+                waiting += closed_over(value)
+                continue
+            waiting += closed_over(value)
+            if "-packages" not in value.__code__.co_filename or _package(names.get("__name__")) in packages:
+                waiting += _named(value)
+            if id(names) not in seen:
                 seen.add(id(names))
-                waiting += names.values()
+                waiting += [each for each in list(names.values()) if type(each) in (FunctionType, _Cache)]
         else:
-            waiting.append(value.__func__)
-    return found
+            waiting += _parts(value)
+    return caches
 
 
-def _is_library(module: str) -> bool:
-    """Whether a module is torch's or irc's: hundreds of caches, and none holds a forward's tensors."""
-    return module.partition(".")[0] in ("torch", "irc")
+def _named(function: FunctionType) -> Iterator[Any]:
+    """Yields what a function names among its globals, and in files that it imports."""
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if type(each) is CodeType]
+    tables: list[dict[str, Any]] = [function.__globals__, sys.modules]
+    seen: set[int] = set()
+    while tables:
+        table = tables.pop()
+        for value in [table[name] for name in names if name in table]:
+            if not issubclass(type(value), ModuleType):
+                yield value
+            elif id(value) not in seen and not _is_library(vars(value).get("__name__")):
+                seen.add(id(value))
+                tables.append(vars(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a value holds: a class, a container, a method, or an object of a class that is no library's."""
+    kind = cast("type[Any]", type(value))  # not isinstance(), which some objects answer with a warning
+    if kind in (list, tuple, set, frozenset):
+        return value
+    if kind is dict:
+        return value.values()
+    if kind in WRAPPERS:
+        wrapped = [getattr(value, name) for name in WRAPPERS[kind]]
+        return [*wrapped, value.__self__] if kind is MethodType else wrapped
+    if issubclass(kind, type):
+        kinds = [each for each in value.__mro__ if not _is_library(each.__module__)]
+        return [part for each in kinds for part in list(vars(each).values())] + [kind] * (kind is not type)
+    if (
+        kind.__dictoffset__
+        and not issubclass(kind, (ModuleType, Tensor))
+        and not _is_library(kind.__module__)
+    ):
+        return (*object.__getattribute__(value, "__dict__").values(), kind)
+    return ()
+
+
+def _is_library(module: object) -> bool:
+    """Whether a module is torch's, irc's or Python's: its caches hold none of a forward's tensors."""
+    return (package := _package(module)) in _LIBRARIES or package in sys.stdlib_module_names
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]  # a class may have no text there
 
 
 def forget_traced(caches: Iterable[Any]) -> None:
     """Clears the caches that hold a traced tensor: the next call, traced or not, would be given it."""
     for cache in caches:
-        if cache.cache_info().currsize and any(map(is_traced, _held(cache))):
+        if cache.cache_info().currsize and _leads_to_traced(cache):
             cache.cache_clear()
 
 
-def _held(cache: Any) -> list[Any]:
-    """Returns what a cache refers to: the results, or a dict of them if its size is not limited."""
-    return [found for found in gc.get_referents(cache) if not isinstance(found, (type, FunctionType))]
+def _leads_to_traced(cache: Any) -> bool:
+    """Whether a result of a cache is a traced tensor, or holds one: in an object, or as a closure does."""
+    waiting = gc.get_referents(cache)
+    seen = {id(cache.__wrapped__)}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        kind = cast("type[Any]", type(value))
+        if issubclass(kind, (FakeTensor, FunctionalTensor)):
+            return True
+        if kind is FunctionType:
+            waiting += value.__closure__ or ()
+        elif not issubclass(kind, (type, ModuleType, nn.Module, Tensor)):
+            waiting += gc.get_referents(value)
+    return False
 
 
 def is_traced(held: object) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["is_data", "is_in_place", "is_recorded", "note_data", "noting_writes"
 
 _KEY = "irc.in_place"
 _DATA = "irc.tensor_data"
-_OWNER = "irc_owner_of_data"
+_OWNER = "_irc_owner_of_data"
 
 
 class _Writing(TorchDispatchMode):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import irc
 from irc.frontends.torch import capture
+from irc.frontends.torch.fixups.function_caches import caches_of
 from irc.ir import UnsupportedError
 
 torch.set_num_threads(1)
@@ -155,3 +156,10 @@ def test_caches_that_code_names_do_not_keep_traced_tensors(kind: str) -> None:
     x = torch.randn(3, 4)
     ours = fitted(module, x)
     assert torch.equal(ours(x), module(x))
+
+
+@pytest.mark.parametrize(("items", "is_searched"), [(9_999, True), (10_000, False)])
+def test_a_list_of_data_is_not_searched_for_caches(items: int, is_searched: bool) -> None:
+    module, cache = nn.Identity(), functools.cache(lambda: None)
+    module.items = [cache, *range(items)]  # pyright: ignore
+    assert (cache in caches_of(module)) is is_searched

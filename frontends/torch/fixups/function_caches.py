@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Set
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from ....torch_support.functions import WRAPPERS, closed_over
 __all__ = ["caches_of", "forget_traced", "is_traced"]
 
 _Cache: Any = type(functools.lru_cache(lambda: None))
+_LEAVES = frozenset((str, bytes, int, float, bool, type(None), ModuleType, BuiltinFunctionType))
+"""Types of values that hold no others, and are most of them."""
+_MOST_ITEMS = 10_000
 _LIBRARIES = ("torch", "irc", "sympy", "numpy")
 
 
@@ -26,8 +29,8 @@ def caches_of(module: nn.Module) -> list[Any]:
     """The caches that a module's code has: among its methods and attributes, and what code beside them names.
 
     Functions that decorators hold count, those that their files import, and what classes, objects, containers
-    and files hold that functions name, but for torch and irc. Of installed packages only the functions of the
-    modules' own name others.
+    and files hold that functions name, but for torch and irc. Of installed packages only those of the modules
+    are opened, of containers those that are no data.
     """
     children = list(module.modules())
     kinds = {kind for child in children for kind in type(child).__mro__}
@@ -38,7 +41,7 @@ def caches_of(module: nn.Module) -> list[Any]:
     caches: list[Any] = []
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:
+        if type(value) in _LEAVES or id(value) in seen:
             continue
         seen.add(id(value))
         if type(value) is _Cache:
@@ -46,17 +49,16 @@ def caches_of(module: nn.Module) -> list[Any]:
             waiting.append(value.__wrapped__)
         elif type(value) is FunctionType:
             names = value.__globals__
-            if _is_library(names.get("__name__")):
-                waiting += closed_over(value)
-                continue
             waiting += closed_over(value)
-            if "-packages" not in value.__code__.co_filename or _package(names.get("__name__")) in packages:
+            if _is_library(names.get("__name__")):
+                continue
+            if not _is_foreign(names.get("__name__"), packages):
                 waiting += _named(value)
             if id(names) not in seen:
                 seen.add(id(names))
                 waiting += [each for each in list(names.values()) if type(each) in (FunctionType, _Cache)]
         else:
-            waiting += _parts(value)
+            waiting += _parts(value, packages)
     return caches
 
 
@@ -78,26 +80,30 @@ def _named(function: FunctionType) -> Iterator[Any]:
                 tables.append(vars(value))
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    """What a value holds: a class, a container, a method, or an object of a class that is no library's."""
+def _parts(value: Any, packages: Set[str]) -> Iterable[Any]:
+    """What a value holds: a class, a container, a method, or an object of a class that is not foreign."""
     kind = cast("type[Any]", type(value))  # not isinstance(), which some objects answer with a warning
-    if kind in (list, tuple, set, frozenset):
-        return value
-    if kind is dict:
-        return value.values()
+    if kind in (list, tuple, set, frozenset, dict):
+        items = value.values() if kind is dict else value
+        return items if len(items) <= _MOST_ITEMS else ()
     if kind in WRAPPERS:
         wrapped = [getattr(value, name) for name in WRAPPERS[kind]]
         return [*wrapped, value.__self__] if kind is MethodType else wrapped
     if issubclass(kind, type):
-        kinds = [each for each in value.__mro__ if not _is_library(each.__module__)]
+        kinds = [each for each in value.__mro__ if not _is_foreign(each.__module__, packages)]
         return [part for each in kinds for part in list(vars(each).values())] + [kind] * (kind is not type)
-    if (
-        kind.__dictoffset__
-        and not issubclass(kind, (ModuleType, Tensor))
-        and not _is_library(kind.__module__)
-    ):
+    is_opened = kind.__dictoffset__ and not issubclass(kind, (ModuleType, Tensor))
+    if is_opened and not _is_foreign(kind.__module__, packages):
         return (*object.__getattribute__(value, "__dict__").values(), kind)
     return ()
+
+
+def _is_foreign(module: object, packages: Set[str]) -> bool:
+    """Whether a module is a library's, or of an installed package that is none of these."""
+    if _is_library(module):
+        return True
+    file = getattr(sys.modules.get(str(module)), "__file__", None)
+    return "-packages" in str(file) and _package(module) not in packages
 
 
 def _is_library(module: object) -> bool:

@@ -112,7 +112,9 @@ def test_tensors_count_once_and_as_long_as_they_are_alive() -> None:
     assert alive.alive_bytes() == 480
     del view
     assert alive.alive_bytes() == 80 and alive.bytes_of([key]) == 0
-    parameter.grad = torch.sparse_coo_tensor(torch.zeros(1, 3).long(), torch.zeros(3), (10,))
+    parts = torch.zeros(1, 3).long(), torch.zeros(3)
+    parameter.grad = torch.sparse_coo_tensor(*parts, (10,), check_invariants=True)
+    del parts
     assert alive.alive_bytes() == 40 + 24 + 12
     parameter.grad = None
     assert alive.alive_bytes() == 40

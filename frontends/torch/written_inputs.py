@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput, InputMutationAOTOutput
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 
 from ...ir import Node, Region, Storage, Trait, UnsupportedError
@@ -44,7 +44,8 @@ def untrack_writes(joint: JointWithDescriptors) -> None:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     by_description = {repr(node.meta["desc"]): node for node in inputs}
     tangents = {repr(n.meta["desc"].output): n for n in inputs if hasattr(n.meta["desc"], "output")}
-    info = dict(zip(inputs, joint._aot_state.fw_metadata.input_info, strict=False))
+    tensors = (n for n in inputs if not isinstance(n.meta["desc"], ForwardTokenAOTInput))
+    info = dict(zip(tensors, joint._aot_state.fw_metadata.input_info, strict=False))
     for new, described in TracedResults.of(list(graph.nodes)[-1]).mutations:
         old = by_description[repr(described)]
         if not info[old].requires_grad:
@@ -129,6 +130,8 @@ def refuse_stale_checkpoints(forward: Set[fx.Node]) -> None:
         UnsupportedError: IRC339 if gradients are computed from what it makes of them.
     """
     for write in filter(is_in_place, forward):
+        if _is_view(write):
+            continue  # of what was written
         before = write.args[0]
         reads = _readers(_base(before)) if isinstance(before, fx.Node) else ()
         for read in (each for each in reads if each in forward):
@@ -147,7 +150,7 @@ def refuse_stale_checkpoints(forward: Set[fx.Node]) -> None:
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
+        if _is_view(user):
             yield from _readers(user)
         else:
             yield user
@@ -174,9 +177,13 @@ def _writes_whole(node: fx.Node, old: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while _is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def pinned_readers(nodes: Sequence[Node]) -> list[Node]:

@@ -375,3 +375,26 @@ def test_a_checkpoint_before_a_write_over_what_it_reads_is_refused(kind: str, is
     assert "without the checkpoint" in str(caught.value.help)
     options.clear()
     assert_same(trained(module, fit(module, calls[0]), calls), trained(twin, twin, calls))
+
+
+def written_view(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x)
+    y.view(-1)[::2].mul_(2)
+    return checkpoint(lambda y: (y * 2).tanh().exp(), y, use_reentrant=False)  # pyright: ignore
+
+
+def checked(m: Any, x: Tensor) -> Tensor:
+    x = m.norm(m.linear(x))
+    return torch.linalg.inv(x.t() @ x + torch.eye(6)) @ x.t()
+
+
+@pytest.mark.parametrize("forward", [written_view, checked])
+def test_writes_before_a_checkpoint_and_those_of_norms_beside_checks_are_no_such_writes(forward: Any) -> None:
+    module, twin = pair(lambda: Model(forward, linear=nn.Linear(6, 6), norm=nn.BatchNorm1d(6)))
+    x = torch.randn(8, 6, requires_grad=True)
+    ours = fit(module, x)
+    results = [each(x) for each in (ours, twin)]
+    for result in results:
+        result.square().sum().backward()
+    gradients = [[p.grad for p in each.parameters() if p.grad is not None] for each in (ours, twin)]
+    assert torch.equal(*results) and all(map(torch.equal, *gradients))

@@ -410,12 +410,12 @@ def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """The gradients that a step left, of parameters by name and of inputs by position."""
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     tensors |= {f"input {index}": leaf for index, leaf in enumerate(_tensors(inputs))}
-    found: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.grad is not None:
-            *indices, found[name] = dense_parts(tensor.grad)
-            found.update((f"indices of {name}", part) for part in indices)
-    return found
+            *indices, dense[name] = dense_parts(tensor.grad)
+            dense.update((f"indices of {name}", part) for part in indices)
+    return dense
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:

@@ -315,8 +315,8 @@ class _Emitter:
 
     def _input_table(self) -> list[str]:
         rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.label}") for i in self.statics]
-        given = self.generators.items()
-        rows += [_comment(f"  {name}: generator {key.name}") for key, name in given if key.kind != SEEDED]
+        users = ((name, symbol) for symbol, name in self.generators.items() if symbol.kind != SEEDED)
+        rows += [_comment(f"  {name}: generator {symbol.name}") for name, symbol in users]
         rows += [_comment(f"  {name}: number {index}") for index, name in self.numbers.items()]
         rows += [_comment("  length: the length of the call")] if self.lengths is not None else []
         return [_comment("inputs:"), *rows]
@@ -366,8 +366,8 @@ class _Emitter:
         """Assigns names to the generators that a body draws from, other than devices' own."""
         drawn_from = {i.node.generator for i in body if isinstance(i, Compute) and i.node not in self.ran}
         for index, (symbol, name) in enumerate(self.generators.items(), len(self.statics)):
-            if symbol in drawn_from and (made := symbol.seed_and_device) is not None:
-                yield f"{name} = torch.Generator({_literal(made[1])}).manual_seed({made[0]})"
+            if symbol in drawn_from and (parts := symbol.seed_and_device) is not None:
+                yield f"{name} = torch.Generator({_literal(parts[1])}).manual_seed({parts[0]})"
             elif symbol in drawn_from:
                 yield f"{name} = inputs[{index}]"
 

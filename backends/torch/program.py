@@ -263,8 +263,8 @@ def _gradients(graph: Graph) -> list[Output]:
 
 def _gradient_indices(graph: Graph, statics: Sequence[Input]) -> tuple[int | None, ...]:
     """Returns, for each static input, the index of its gradient; None if it has no gradient."""
-    found = enumerate(_gradients(graph))
-    indices = {gradient.target: index for index, gradient in found if gradient.part != INDICES}
+    gradients = enumerate(_gradients(graph))
+    indices = {gradient.target: index for index, gradient in gradients if gradient.part != INDICES}
     return tuple(indices.get(_gradient_target(static)) for static in statics)
 
 

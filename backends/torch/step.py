@@ -248,16 +248,16 @@ def _pick(
     index = program.gradients[place]
     if index is None or (program.depends[index] and not program.depends[index] & given):
         return None
-    found = results[index]
-    if index in program.indices and found is not None:
+    gradient = results[index]
+    if index in program.indices and gradient is not None:
         indices = results[program.indices[index]]
         assert indices is not None
         if of.is_leaf and of.grad is not None:
-            found = _added_to(of.grad, found, program, place)
+            gradient = _added_to(of.grad, gradient, program, place)
         # a file may hold any indices, and what takes the gradient writes where they say
-        return torch.sparse_coo_tensor(indices, found, of.shape, check_invariants=not indices.is_cuda)
+        return torch.sparse_coo_tensor(indices, gradient, of.shape, check_invariants=not indices.is_cuda)
     # the engine adds gradients in place, except views: their sum would take memory of its own
-    return found.detach() if found is not None and found._is_view() else found
+    return gradient.detach() if gradient is not None and gradient._is_view() else gradient
 
 
 def _added_to(there: Tensor, values: Tensor, program: Program, place: int) -> Tensor:

@@ -180,34 +180,34 @@ class Generators:
     seeded: list[torch.Generator] = field(default_factory=list[torch.Generator])
     _stand_ins: dict[int, tuple[str, _StandIn]] = field(default_factory=dict[int, tuple[str, _StandIn]])
 
-    def symbol_of(self, found: torch.Generator) -> Symbol | None:
+    def symbol_of(self, generator: torch.Generator) -> Symbol | None:
         """Returns the constant of the graph for a generator that was drawn from; None for a device's own.
 
         Raises:
             LookupError: The forward found the generator where nobody looks, or backward has made it.
         """
-        if found.device.type == "cpu" and _is_same(found, torch.default_generator):
+        if generator.device.type == "cpu" and _is_same(generator, torch.default_generator):
             return None
-        if any(_is_same(found, default) for default in torch.cuda.default_generators):
+        if any(_is_same(generator, default) for default in torch.cuda.default_generators):
             return None
         for name, stand_in in self._stand_ins.values():
-            if _is_same(found, stand_in):
+            if _is_same(generator, stand_in):
                 return Symbol("generator", name) if name else None
         for place, seeded in enumerate(self.seeded):
-            if _is_same(found, seeded):
+            if _is_same(generator, seeded):
                 return Symbol(SEEDED, f"{place}:{seeded.initial_seed()}@{seeded.device}")
         raise LookupError
 
-    def drawn_from(self, found: torch.Generator) -> torch.Generator:
+    def drawn_from(self, generator: torch.Generator) -> torch.Generator:
         """Returns the generator that the graph names for one that the forward draws from.
 
         Eager runs the function of a checkpoint again in backward: a generator from outside of it has moved.
         """
-        made = next((each for each in self.of_run if _is_same(found, each)), None)
-        given = (stand_in for name, stand_in in self._stand_ins.values() if name)
-        drawn = made or next((each for each in given if _is_same(found, each)), None)
+        own = next((each for each in self.of_run if _is_same(generator, each)), None)
+        others = (stand_in for name, stand_in in self._stand_ins.values() if name)
+        drawn = own or next((each for each in others if _is_same(generator, each)), None)
         if drawn is None:
-            return found
+            return generator
         for scope in _open_scopes():
             if scope.runs_again and scope not in drawn.scopes:
                 drawn.refuse(
@@ -216,11 +216,11 @@ class Generators:
                     "eager draws other numbers in backward, and gradients are those of another function",
                     "draw before the checkpoint, seed a generator within it, or call the function without it",
                 )
-        if made is None:
-            return found
-        if made.seeded not in self.seeded:
-            self.seeded.append(made.seeded)
-        return made.seeded
+        if own is None:
+            return generator
+        if own.seeded not in self.seeded:
+            self.seeded.append(own.seeded)
+        return own.seeded
 
     def leaf(self, leaf: Any) -> Any:
         """Returns the stand-in of an argument that is a generator; other arguments as they are."""

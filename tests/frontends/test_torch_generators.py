@@ -240,7 +240,7 @@ class _SavesADraw(torch.autograd.Function):
 
 
 def test_draws_that_backward_alone_reads_move_the_generator_where_eager_does() -> None:
-    """What the forward draws for backward is not drawn there, and what backward draws for nobody is."""
+    """Draws of the forward for backward are not made there, and draws of backward for nobody are."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         y = _SavesADraw.apply(m.lin(x)) * torch.rand(64)  # pyright: ignore

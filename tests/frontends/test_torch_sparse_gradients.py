@@ -115,7 +115,7 @@ def gradients_of(module: nn.Module) -> list[Any]:
 def trained(
     module: nn.Module, args: tuple[Any, ...], kind: Any, backwards: int = 1, *, to_none: bool = True
 ) -> list[Any]:
-    """What three steps leave: all gradients and all parameters."""
+    """Returns all gradients and all parameters after each of three steps."""
     tables = [p for n, p in module.named_parameters() if not n.startswith("head")]
     others = [p for n, p in module.named_parameters() if n.startswith("head")]
     optimizers = [kind(tables, lr=0.1), torch.optim.SGD(others, lr=0.1)]

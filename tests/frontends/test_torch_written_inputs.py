@@ -111,7 +111,7 @@ def numbers(module: nn.Module) -> list[Tensor]:
 
 
 def trained(module: nn.Module, run: Any, calls: list[Tensor]) -> list[Tensor]:
-    """What three steps, and a forward without gradients, leave after each."""
+    """Returns the numbers after each of three steps, and after a forward without gradients."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     results: list[Tensor] = []

@@ -285,7 +285,7 @@ class _LengthsAsTensors(TorchFunctionMode):
 
 
 _NOTED: Any = {}
-"""What torch notes of results under these rules, apart from what it notes under its own."""
+"""Torch's notes of results under these rules, apart from those under its own."""
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
 
 def _parts(value: Any, packages: Set[str]) -> Iterable[Any]:
-    """What a value holds: a class, a container, a method, or an object of a class that is not foreign."""
+    """Returns the parts of a class, a container, a method, or an object of a class that is not foreign."""
     kind = cast("type[Any]", type(value))  # not isinstance(), which some objects answer with a warning
     if kind in (list, tuple, set, frozenset, dict):
         items = value.values() if kind is dict else value

@@ -304,6 +304,8 @@ class Input:
         target: Dotted name of the parameter or buffer, index of the input, index of the output (tangent).
         requires_grad: Whether it asks for a gradient.
         part: Name of the plain tensor that it is of a packed parameter; empty for a whole tensor.
+        adds_apart: Whether eager adds its gradient to `.grad` before backward ends, and by itself, as a
+            reentrant checkpoint does.
     """
 
     value: Value
@@ -311,6 +313,7 @@ class Input:
     target: str
     requires_grad: bool = False
     part: str = ""
+    adds_apart: bool = False
 
     @property
     def label(self) -> str:

@@ -95,12 +95,13 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 def _watch(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> RemovableHandle:
     """Looks at the sum that a leaf gets: the gradient that comes first keeps its memory."""
-    data, backward = gradient.data_ptr(), torch._C._current_graph_task_id()
+    data, version, backward = gradient.data_ptr(), gradient._version, torch._C._current_graph_task_id()
+    apart = program.statics[index].adds_apart  # what comes after it goes to `.grad` by itself, too
 
     def check(total: Tensor) -> None:
         handle.remove()
         is_same = backward == torch._C._current_graph_task_id()  # one that failed may have left its hook
-        if is_same and total.data_ptr() != data:
+        if is_same and (total.data_ptr() != data or (apart and total._version != version)):
             rounding = Rounding(
                 f"the gradient of {program.several_uses[index]}: eager adds its uses one by one to what else "
                 "the loop adds to it (another forward, a penalty)",

@@ -94,7 +94,7 @@ class Program:
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
         pauses: Whether backward is a generator that yields once.
         copies: The copies to tiers; both functions take a `Session` last if there are any.
-        several_uses: The inputs whose gradient adds up those of several uses, in words.
+        several_uses: The inputs whose gradient eager adds up use by use, in words.
         noticed_roundings: The roundings that steps have shown.
         autocast_sees: The operations of backward that autocast may cast for, if backward is called under it.
         indices: For each gradient that is the values of a sparse one, the index of its indices.
@@ -302,7 +302,7 @@ _SUM, _COPY = "aten.add.Tensor", "aten.clone.default"
 
 
 def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int, str]]:
-    """Yields the inputs whose gradient adds up those of several uses, with the lines that use them."""
+    """Yields the inputs whose gradient eager adds up use by use, with the lines that use them."""
     producers = {value: node for node in graph.nodes for value in node.values}
     gradients = {o.target: o.value for o in _gradients(graph) if not o.part}
     released = {node.operands[0]: node.operands[1] for node in graph.releases}
@@ -311,11 +311,14 @@ def _several_uses(graph: Graph, statics: Sequence[Input]) -> Iterator[tuple[int,
         maker = producers.get(gradient) if gradient is not None else None
         if maker is not None and maker.op == _COPY:  # it is laid out as the parameter is
             maker = producers.get(maker.operands[0])
-        if maker is not None and maker.op == _SUM:
+        is_sum = maker is not None and maker.op == _SUM
+        # what is released is added at once, as in eager
+        if is_sum or (static.adds_apart and static.value not in released):
             readers = [n for n in graph.nodes if n.region is Region.FORWARD and static.value in n.operands]
             lines = sorted({str(n.at.source) for n in readers if n.at is not None and n.at.source})
             where = f" ({', '.join(lines)})" if lines else ""
-            yield index, f"{static.role.value} {static.target}, which a forward uses several times{where}"
+            how = "a forward uses several times" if is_sum else "a reentrant checkpoint reads"
+            yield index, f"{static.role.value} {static.target}, which {how}{where}"
 
 
 def _released(

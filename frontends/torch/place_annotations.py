@@ -11,6 +11,7 @@ from torch import fx
 from ...ir import (
     Annotation,
     Graph,
+    Input,
     InputRole,
     Node,
     Policy,
@@ -73,7 +74,7 @@ def note_of(node: fx.Node) -> Note | None:
 
 
 def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[Annotation]) -> Graph:
-    """The graph with an annotation on each forward operation that one is about.
+    """The graph with an annotation on each forward operation that one is about, and what `adds_apart`.
 
     Of the stretches around an operation the innermost counts that says what must be: `KEEP`, or `RECOMPUTE`
     if no result leaves the stretch. Without one the innermost hint stands there. A view has no storage of
@@ -124,7 +125,13 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
         replace(node, annotation=annotation_of(node)) if node.name in notes else node for node in graph.nodes
     )
     placed = (node.annotation for node in nodes if node.annotation is not None)
-    return replace(graph, nodes=nodes, annotations=tuple(dict.fromkeys((*asked, *placed))))
+    apart = {entry for entry, ways in _ways_to_parameters(graph, notes).items() if any(ways)}
+    return replace(
+        graph,
+        nodes=nodes,
+        annotations=tuple(dict.fromkeys((*asked, *placed))),
+        inputs=tuple(replace(entry, adds_apart=entry in apart) for entry in graph.inputs),
+    )
 
 
 def written_in_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, list[str]]:
@@ -174,6 +181,15 @@ def _reaches_results(graph: Graph, storages: set[Storage]) -> bool:
 
 def read_in_reentrant_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> dict[str, str]:
     """The parameters that a reentrant checkpoint reads beside other code, with the line that calls it."""
+    return {
+        entry.target: next(way[-1].where for way in ways if way)
+        for entry, ways in _ways_to_parameters(graph, notes).items()
+        if len(ways) > 1
+    }
+
+
+def _ways_to_parameters(graph: Graph, notes: Mapping[str, Note]) -> dict[Input, set[tuple[Scope, ...]]]:
+    """The trained parameters, each with the reentrant checkpoints around what reads it, by reader."""
     ways: dict[Value, set[tuple[Scope, ...]]] = {}
     for node in graph.nodes:
         if node.region is Region.FORWARD:
@@ -181,11 +197,7 @@ def read_in_reentrant_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> di
             for value in node.operands:
                 ways.setdefault(value, set()).add(tuple(scope for scope in scopes if scope.is_reentrant))
     parameters = (i for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad)
-    return {
-        entry.target: next(way[-1].where for way in ways[entry.value] if way)
-        for entry in parameters
-        if len(ways.get(entry.value, ())) > 1
-    }
+    return {entry: ways[entry.value] for entry in parameters if entry.value in ways}
 
 
 def _refuse_new_draws(graph: Graph, notes: Mapping[str, Note]) -> None:

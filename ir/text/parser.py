@@ -351,7 +351,7 @@ class _Parser:
         role = self.one_of(_INPUT_ROLES, "a role")
         target = self.string()
         part = self.string() if self.accept("part") else ""
-        return Input(value, role, target, self.accept("requires_grad"), part)
+        return Input(value, role, target, self.accept("requires_grad"), part, self.accept("adds_apart"))
 
     def offloaded_statement(self) -> OffloadedParameter:
         self.expect("offloaded")

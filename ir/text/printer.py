@@ -52,7 +52,7 @@ def _graph_lines(graph: Graph) -> Iterator[str]:
     for annotation in graph.annotations:
         yield f"  annotation {annotation.policy.value} {json.dumps(annotation.by)}"
     for entry in graph.inputs:
-        grad = " requires_grad" if entry.requires_grad else ""
+        grad = " requires_grad" * entry.requires_grad + " adds_apart" * entry.adds_apart
         part = f" part {json.dumps(entry.part)}" if entry.part else ""
         yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{part}{grad}"
     for offloaded in graph.offloaded_parameters:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import irc
 
@@ -58,6 +59,33 @@ def test_what_is_added_to_several_uses_of_a_parameter_is_named_where_it_comes_fi
     assert others == (["embedding.weight"] if differs else [])
     assert [rounding.tensors for rounding in fitted.plan.roundings] == [("embedding.weight",)] * differs
     assert all(not parameter._backward_hooks for parameter in fitted.parameters())  # pyright: ignore
+
+
+class _Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.within = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.within, self.before(x), use_reentrant=True)  # pyright: ignore
+        return result
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_is_added_beside_a_reentrant_checkpoint_is_named(name: str) -> None:
+    forwards, _, loss = LOOPS[name]
+    torch.manual_seed(0)
+    module, batches = _Reentrant(), torch.randn(2, 4, 16)
+    fitted: Any = irc.optimize(
+        copy.deepcopy(module), (batches[0],), "100%", costs="analytic", forwards_in_flight=forwards
+    )
+    for _ in range(3):
+        for each in (module, fitted):
+            loss(each, *batches).backward()
+    pairs = zip(module.named_parameters(), fitted.parameters(), strict=True)
+    others = [name for (name, ours), its in pairs if not torch.equal(ours.grad, its.grad)]  # pyright: ignore
+    assert others == (["within.0.weight", "within.0.bias"] if name != "one forward" else [])
+    assert {rounding.tensors for rounding in fitted.plan.roundings} == {(name,) for name in others}
 
 
 @pytest.mark.parametrize("name", LOOPS)

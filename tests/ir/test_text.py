@@ -166,7 +166,8 @@ def fields_of(thing: Any) -> Any:
             traits = thing.traits, thing.region, thing.is_sequence
             return ("node", thing.name, thing.op, *parts, *traits, thing.at)
         case Input():
-            return ("input", fields_of(thing.value), thing.role, thing.target, thing.requires_grad)
+            attributes = thing.requires_grad, thing.part, thing.adds_apart
+            return ("input", fields_of(thing.value), thing.role, thing.target, *attributes)
         case Output():
             return ("output", fields_of(thing.value), thing.role, thing.target, thing.part)
         case Graph():
@@ -248,9 +249,15 @@ def test_attributes_and_keywords_read_back_equal(items: list[tuple[str, Argument
     st.frozensets(st.sampled_from(Trait)),
     st.lists(st.sampled_from((0, 1, 2)), max_size=3),
     st.booleans(),
+    st.tuples(st.booleans(), names, st.booleans()),
 )
 def test_odd_names_traits_and_locations_read_back_equal(
-    drawn: list[str], place: list[str | None], traits: frozenset[Trait], which: list[int], is_sequence: bool
+    drawn: list[str],
+    place: list[str | None],
+    traits: frozenset[Trait],
+    which: list[int],
+    is_sequence: bool,
+    attributes: tuple[bool, str, bool],
 ) -> None:
     kind = TensorType((2, 3), DType.FLOAT16, (-1, 0), drawn[0])
     values = [Value(name, kind, Storage(name, 7, drawn[1])) for name in drawn[2:6]]
@@ -267,7 +274,7 @@ def test_odd_names_traits_and_locations_read_back_equal(
     node = replace(node, is_sequence=is_sequence, region=Region.BACKWARD)
     after = Node(drawn[9], drawn[8], (), (values[3],), ((drawn[10], values[0]),))
     graph = Graph(
-        (Input(values[0], InputRole.CONSTANT, drawn[11]),),
+        (Input(values[0], InputRole.CONSTANT, drawn[11], *attributes),),
         (node, after),
         (
             Output(values[3], OutputRole.OUTPUT, drawn[0]),

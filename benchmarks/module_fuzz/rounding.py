@@ -216,5 +216,6 @@ def _is_selected(result: Tensor, operands: Iterable[Tensor]) -> bool:
     return (
         result.layout is torch.strided
         and not result.is_complex()
-        and any(bool(torch.isin(result, each).all()) for each in alike)
+        # torch.isin refuses few elements to look for that are not contiguous
+        and any(bool(torch.isin(result.contiguous(), each.contiguous()).all()) for each in alike)
     )

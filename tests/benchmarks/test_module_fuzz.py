@@ -165,6 +165,15 @@ def test_noise_leaves_a_maximum_where_its_gradient_finds_it() -> None:
     assert noise(program, list(run(program, build(program))))["gradient of scale"] > 0
 
 
+def test_noise_runs_through_lstms_that_autocast_casts() -> None:
+    """The looks at what a step computes read strided tensors of two elements, too."""
+    program = replace(
+        PLAIN, blocks=(Block("average_pool", 938), Block("recurrent", 68)), loop=Loop(autocast="all", steps=1)
+    )
+    shifts = noise(program, list(run(program, build(program))))
+    assert shifts["gradient of blocks.1.block.layer.weight_hh_l0"] > 0
+
+
 def test_the_page_tells_which_names_never_differed() -> None:
     texts = "the gradient of input 0, which", "numbers of LSTM layers (a.py:3 in forward): eager"
     rows = [

@@ -68,10 +68,11 @@ class Variant:
         return self._compiled[id(schedule)][1:]
 
     @property
-    def noticed_roundings(self) -> tuple[Rounding, ...]:
-        """The roundings that its steps have shown, each once."""
+    def roundings(self) -> tuple[Rounding, ...]:
+        """The roundings of its graph, and those that its steps have shown, each once."""
         programs = (program for _, program, _ in self._compiled.values())
-        return tuple({rounding: None for program in programs for rounding in program.noticed_roundings})
+        noticed = (rounding for program in programs for rounding in program.noticed_roundings)
+        return tuple(dict.fromkeys((*self.captured.captured.roundings, *noticed)))
 
     def gradient_bytes(self) -> list[int]:
         """For each static input the bytes of its gradient, 0 if there is none."""

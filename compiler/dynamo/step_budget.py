@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ...backends.torch import AliveTensors, held_by_history
-from ...ir import BudgetError, Plan, TimeLimitError, format_bytes
+from ...ir import BudgetError, Plan, TimeLimitError, format_bytes, reordered
 from ...passes import CheckpointProblem
 from ...passes.remat.choice import GAP
 from ...passes.subgraphs.choose_together import choose_together
@@ -286,7 +286,8 @@ class StepBudget:
         return tuple(
             replace(
                 choice.plan,
-                roundings=(*choice.plan.roundings, *self._variants[key[-1]].noticed_roundings),
+                roundings=self._variants[key[-1]].roundings,
+                reordered=reordered(choice.schedule.graph),
             )
             for key, choice in choices
         )

@@ -262,7 +262,7 @@ class MicroBatch:
             tuple(stage.schedule for stage in planned.last_stages),
             self.captured.signature.deliveries,
             self.captured.constants,
-            plan_of(planned, names, None if optimizer is None else named, reached),
+            plan_of(planned, names, None if optimizer is None else named, self.captured.roundings, reached),
             optimizer,
             () if self.tiers is None else tier_configs(self.tiers, _device(self.program)),
         )

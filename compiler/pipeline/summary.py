@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir import InputRole, Offload, Region, Reordered
+from ...ir import InputRole, Offload, Region, Reordered, Rounding
 from ...ir.pipeline.plan import PipelinePlan, StageSummary
 from ...ir.pipeline.schedule import in_flight
 from ...passes.pipeline import PlannedPipeline, PlannedStage
@@ -13,7 +13,11 @@ __all__ = ["plan_of"]
 
 
 def plan_of(
-    planned: PlannedPipeline, names: Sequence[str], optimizer: str | None, reached: Sequence[Reordered] = ()
+    planned: PlannedPipeline,
+    names: Sequence[str],
+    optimizer: str | None,
+    roundings: Sequence[Rounding] = (),
+    reached: Sequence[Reordered] = (),
 ) -> PipelinePlan:
     """The certificate of a planned pipeline.
 
@@ -21,6 +25,7 @@ def plan_of(
         planned: The pipeline.
         names: Of the devices, as they were given.
         optimizer: What the optimizer is called that was counted; None without one.
+        roundings: The reasons why numbers may differ from the model's own.
         reached: The tensors that sums in another order reach.
     """
     order = planned.schedule
@@ -46,6 +51,7 @@ def plan_of(
         cuts=planned.cuts,
         costs=costs.source,
         planning_seconds=planned.seconds,
+        roundings=tuple(roundings),
         reordered=tuple(reached),
         timeline=planned.timeline,
     )

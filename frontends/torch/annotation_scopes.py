@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -71,7 +71,6 @@ class Scopes:
         asked: All annotations for `root`, its submodules and its ONNX nodes, whether they run or not; and
             those of the stretches that ran.
         without_gradients: The lines of reentrant checkpoints that make no gradient, as ` at model.py:12`.
-        graph_keeps_draws: Whether Dynamo's checkpoint that runs keeps its draws; None outside of graphs.
     """
 
     _of_thread = threading.local()
@@ -80,7 +79,6 @@ class Scopes:
         self._numbers = itertools.count()
         self.asked: dict[Annotation, None] = {}
         self.without_gradients: list[str] = []
-        self.graph_keeps_draws: bool | None = None
         self._open: list[Scope] = []
         self._opened: list[int] = [0]
         """The number of scopes that each call has opened."""
@@ -98,18 +96,6 @@ class Scopes:
     def current() -> Scopes | None:
         """The scopes of the capture that runs in this thread."""
         return getattr(Scopes._of_thread, "scopes", None)
-
-    @contextlib.contextmanager
-    def of_graph(self, node: fx.Node) -> Generator[None]:
-        """While active, checkpoints of graphs keep their draws as the operation of Dynamo's asks."""
-        before, self.graph_keeps_draws = (
-            self.graph_keeps_draws,
-            node.kwargs.get("preserve_rng_state") is not False,
-        )
-        try:
-            yield
-        finally:
-            self.graph_keeps_draws = before
 
     @contextlib.contextmanager
     def recording(self) -> Generator[None]:
@@ -256,8 +242,6 @@ def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> G
         return
     # before torch 2.14: preserve_rng_state, context_fn, and the other options in order
     keeps_draws: bool = kwargs["preserve_rng_state"] if _SINCE_2_14 else args[0]
-    if scopes.graph_keeps_draws is not None:  # torch calls all checkpoints of graphs with False
-        keeps_draws = scopes.graph_keeps_draws
     context_fn: Callable[[], Any] = kwargs["context_fn"] if _SINCE_2_14 else args[1]
     forward_context, _ = context_fn()
     has_policy = isinstance(forward_context, torch_checkpoint._CachingTorchDispatchMode)

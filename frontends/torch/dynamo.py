@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import math
 import re
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
 from ...torch_support.pytree import tensors_of
-from .annotation_scopes import Scopes
 from .capture import Captured, capture
 
 __all__ = [
@@ -326,16 +326,19 @@ class _Located(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.told.current_location = _location(n)
-        scopes = Scopes.current()
         try:
-            with scopes.of_graph(n) if scopes else contextlib.nullcontext():
-                return super().run_node(n)
+            return super().run_node(n)
         finally:
             self.told.current_location = None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is _GET_DATA:
             return args[0].data  # which modes see
+        if target is tag_activation_checkpoint:  # torch's own makes of each one that is not reentrant
+            body, *operands = args
+            policy = body.meta.get("_checkpoint_context_fn")
+            options = {**kwargs, "context_fn": policy} if policy is not None else kwargs
+            return checkpoint(fx.Interpreter(body).run, *operands, **options)
         return super().call_function(target, args, kwargs)
 
 

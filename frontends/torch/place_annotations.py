@@ -56,9 +56,6 @@ def note_of(node: fx.Node) -> Note | None:
         UnsupportedError: IRC554 for a policy that moves results to the host.
     """
     scopes = scopes_of(node)
-    graph_number: Any = node.meta.get("ac_graph_id")  # torch.compile has wrapped the checkpoint's function
-    if graph_number is not None:
-        scopes = (*scopes, Scope(-1 - graph_number, None))
     policy: Any = node.meta.get("recompute")
     # outside of its stretches torch leaves the last tag on every node that follows
     is_tagged = policy is not None and any(scope.annotation is None for scope in scopes)

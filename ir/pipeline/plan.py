@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import check_fields
 from ..printable import printable
-from ..reordered import Reordered, reordered_lines
+from ..reordered import Reordered, Rounding, reordered_lines
 from ..units import format_bytes
 from .timing import PipelineTimeline
 
@@ -72,6 +72,7 @@ class PipelinePlan:
         cuts: The positions of the model's forward operations before which it is cut.
         costs: The source of seconds and workspaces.
         planning_seconds: The time that planning took.
+        roundings: The reasons why numbers may differ from the model's own by rounding, as in `Plan`.
         reordered: The tensors that sums in another order reach, with a bound of the difference.
         timeline: The simulated step; None if an earlier version wrote the plan.
     """
@@ -91,6 +92,7 @@ class PipelinePlan:
     cuts: tuple[int, ...]
     costs: str
     planning_seconds: float
+    roundings: tuple[Rounding, ...] = ()
     reordered: tuple[Reordered, ...] = ()
     timeline: PipelineTimeline | None = field(default=None, compare=False, repr=False)
 
@@ -144,6 +146,7 @@ class PipelinePlan:
             cuts=tuple(map(int, data["cuts"])),
             costs=str(data["costs"]),
             planning_seconds=float(data["planning_seconds"]),
+            roundings=tuple(map(Rounding.from_json, data.get("roundings", ()))),
             reordered=tuple(Reordered.from_json(row) for row in data.get("reordered", ())),
             timeline=None if data.get("timeline") is None else PipelineTimeline.from_json(data["timeline"]),
         )
@@ -172,7 +175,7 @@ class PipelinePlan:
             )
         lines += [
             f"{'rounding':>16}  may differ from eager: {printable(text, 1000)}"
-            for text in reordered_lines(self.reordered)
+            for text in (*map(str, self.roundings), *reordered_lines(self.reordered))
         ]
         if self.optimizer is not None:
             lines.append(f"{'optimizer':>16}  {self.optimizer}, with its state and steps counted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import irc
+from irc.ir.pipeline.plan import PipelinePlan
 
 
 class Tied(nn.Module):
@@ -182,3 +184,42 @@ def test_a_parameter_that_is_frozen_before_backward_gets_no_gradient() -> None:
         result.backward()
         assert each.embedding.weight.grad is None
     assert torch.equal(module.inner.weight.grad, fitted.inner.weight.grad)  # pyright: ignore
+
+
+class _TwoCheckpoints(_Reentrant):
+    """A parameter of two reentrant checkpoints is named before any step, as more than a loop shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("kind", [_Reentrant, _TwoCheckpoints])
+def test_plans_of_graphs_name_what_reentrant_checkpoints_add(kind: type[_Reentrant], name: str) -> None:
+    torch.compiler.reset()
+    _, _, loss = LOOPS[name]
+    torch.manual_seed(0)
+    module, batches = kind(), torch.randn(2, 4, 16)
+    twin, backend = copy.deepcopy(module), irc.backend("1GiB", costs="analytic")
+    compiled: Any = torch.compile(twin, backend=backend)
+    for _ in range(2):
+        for each in (module, compiled):
+            loss(each, *batches).backward()
+    pairs = zip(module.named_parameters(), twin.parameters(), strict=True)
+    others = {name for (name, ours), its in pairs if not torch.equal(ours.grad, its.grad)}  # pyright: ignore
+    assert all(any(plan.may_differ(other) for plan in backend.plans) for other in others)
+    assert bool(others) is (kind is _TwoCheckpoints or name != "one forward")
+
+
+def _squares(result: Tensor, *_: Any) -> Tensor:
+    return result.square().mean()
+
+
+def test_a_pipeline_names_what_reentrant_checkpoints_add() -> None:
+    torch.manual_seed(0)
+    module, x = _TwoCheckpoints(), torch.randn(8, 16)
+    planned = irc.pipeline(module, (x,), "1GiB", stages=2, micro_batches=2, costs="analytic", loss=_squares)
+    names = {name for each in planned.plan.roundings for name in each.tensors or ()}
+    assert names == {"within.0.weight", "within.0.bias"}
+    assert all(str(each) in planned.plan.summary() for each in planned.plan.roundings)
+    assert PipelinePlan.from_json(json.loads(json.dumps(planned.plan.to_json()))) == planned.plan

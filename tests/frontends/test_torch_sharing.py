@@ -230,3 +230,17 @@ def test_a_hook_that_stays_on_a_parameter_is_refused_and_trains_outside_of_the_f
     ours, x = fitted(ours, torch.randn(4, 8).requires_grad_()), torch.randn(4, 8)
     for mine, its in zip(step(ours, x)[1][1:], step(original, x)[1][1:], strict=True):
         assert mine is not None and its is not None and torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_results_of_one_storage_have_a_gradient_each_in_the_predicted_peak(costs: str) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.lin(x)
+        return y, reversed_(y), reversed_(y)[:, :2]
+
+    def loss(results: Any) -> Tensor:
+        return torch.stack([result.square().mean() for result in results]).sum()
+
+    model, x = Model(forward, lin=nn.Linear(8, 8)), torch.randn(64, 8)
+    own: Any = irc.optimize(model, (x,), "100%", loss=loss, costs=costs)
+    assert irc.measured_peak_bytes(own, (x,), loss=loss) <= own.plan.peak_bytes

@@ -25,7 +25,9 @@ def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> contextlib.AbstractContextManager[Any]:
-    """Meanwhile, gradients of outputs are traced in these layouts; torch's tracer gives them the outputs'.
+    """Meanwhile, gradients of outputs are traced in these layouts, each in a storage of its own.
+
+    torch's tracer gives them the layouts of the outputs, and their storages.
 
     Args:
         strides: By the place of the output; it may be filled until the forward has run.
@@ -33,19 +35,24 @@ def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> contextlib.Abstra
     before: Callable[..., Any] = graph_compile.aot_dispatch_autograd_graph
 
     def relaid(*args: Any, fw_metadata: Any, **kwargs: Any) -> Any:
-        tangents = fw_metadata.traced_tangents
+        tangents, storages = fw_metadata.traced_tangents, set[int]()
         for place, described in enumerate(fw_metadata.traced_tangents_descs):
             output = described.output if isinstance(described, TangentAOTInput) else None
             layout = strides.get(output.idx) if isinstance(output, PlainAOTOutput) else None
-            if layout is not None and isinstance(tangents[place], Tensor):
-                tangents[place] = _in_layout(tangents[place], layout)
+            if isinstance(tangents[place], Tensor):
+                # outputs may lie in one storage, as views that custom functions return; gradients do not
+                is_shared = tangents[place].untyped_storage()._cdata in storages
+                tangents[place] = _in_layout(tangents[place], layout, is_shared)
+                storages.add(tangents[place].untyped_storage()._cdata)
         return before(*args, fw_metadata=fw_metadata, **kwargs)
 
     return replaced_here(graph_compile, "aot_dispatch_autograd_graph", relaid)
 
 
-def _in_layout(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor without data; the one that is given if the layout is an expanded one, which is copied."""
-    if is_expanded(tangent.shape, strides) or tuple(tangent.stride()) == strides:
+def _in_layout(tangent: Tensor, strides: tuple[int, ...] | None, is_shared: bool) -> Tensor:
+    """A tensor without data in a layout; an expanded one is copied, and stays as it was traced."""
+    own = tuple(tangent.stride())
+    strides = own if strides is None or is_expanded(tangent.shape, strides) else strides
+    if strides == own and not is_shared:
         return tangent
     return torch.empty_strided(tuple(tangent.shape), strides, dtype=tangent.dtype, device=tangent.device)

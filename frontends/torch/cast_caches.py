@@ -1,5 +1,8 @@
 """Tells the caches of casts apart that autocast has while a forward runs: one for each outermost region."""
 
+# Transforms tell their state only through private functions.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -41,7 +44,7 @@ class CastCaches:
     def current(self) -> CastCache | None:
         """Returns the cache in which eager would keep a cast now, if it keeps casts."""
         dtypes = {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
-        if not dtypes:
+        if not dtypes or _is_differentiated():
             return None
         is_within = _depth() > self._depth_around
         is_cached = self._is_cached() if is_within else self._is_cached_around
@@ -59,6 +62,16 @@ class CastCaches:
             return self._is_cached_around if threading.get_ident() == thread else self._is_cached()
 
         return patch.multiple(torch, clear_autocast_cache=cleared, is_autocast_cache_enabled=is_cached)
+
+
+def _is_differentiated() -> bool:
+    """Whether a transform of torch.func takes derivatives: tensors are no leaves within it."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() in _DIFFERENTIATING for interpreter in stack)
+
+
+_functorch: Any = vars(torch._C)["_functorch"]
+_DIFFERENTIATING = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
 
 
 def _depth() -> int:

@@ -45,7 +45,34 @@ def by_its_own_casts(m: Any, x: Tensor) -> Tensor:
     return (x @ w.to(torch.bfloat16)) + (x @ w.bfloat16()).tanh() + (x @ w.type(torch.bfloat16)).sin()
 
 
-MODELS = [loop, with_other_uses, through_views, of_the_input, by_its_own_casts]
+def beside_uses_without_gradients(m: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = m.lin(x) * torch.no_grad()(m.lin)(x) + m.lin(x).detach()
+    return x
+
+
+def beside_a_cast_of_its_own(m: Any, x: Tensor) -> Tensor:
+    return m.lin(m.lin(x)) @ m.lin.weight.to(torch.bfloat16) * m.lin(x)
+
+
+def within_derivatives(m: Any, x: Tensor) -> Tensor:
+    def twice(y: Tensor) -> Tensor:
+        return m.lin(m.lin(y)).float().square().sum()
+
+    tangents = torch.func.jvp(lambda y: m.lin(m.lin(y)).float(), (x,), (x.sin(),))[1]
+    return m.lin(m.lin(x)) + torch.func.grad(twice)(x) + tangents + torch.func.vmap(m.lin)(m.lin(x))
+
+
+MODELS = [
+    loop,
+    with_other_uses,
+    through_views,
+    of_the_input,
+    by_its_own_casts,
+    beside_uses_without_gradients,
+    beside_a_cast_of_its_own,
+    within_derivatives,
+]
 
 
 def model(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:

@@ -81,8 +81,8 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
         for node in arriving
         if (cast_cache_of(node), _reentrant(node)) == where and _casts_back(node, dtype)
     ]
-    if len(back) != len(casts):
-        return gradient  # gradients that meet on their way, or uses without one
+    if not 0 < len(back) <= len(casts):  # uses without a gradient, as under `no_grad`, cast nothing back
+        return gradient
     first, *others = casts
     for cast in others:
         cast.replace_all_uses_with(first)
@@ -131,7 +131,8 @@ def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 def _casts_back(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a node casts the gradient of a use to the type of the leaf, for its sum alone."""
     source = node.args[0] if node.target is _CAST else None
-    return isinstance(source, fx.Node) and source.meta["val"].dtype == dtype and len(node.users) == 1
+    is_own = isinstance(source, fx.Node) and source.meta["val"].dtype == dtype and len(node.users) == 1
+    return is_own and not is_converted_by_code(node)
 
 
 def _added(graph: fx.Graph, total: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:

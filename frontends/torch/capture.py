@@ -54,7 +54,7 @@ from .annotation_scopes import Scopes
 from .branches import Branches
 from .counters import CounterReadError
 from .eager_run import eager_memory
-from .fixups.autocast_cache import share_casts
+from .fixups.autocast_cache import share_casts, sums_within_forward
 from .fixups.batch_norm import batch_norm_of_eager
 from .fixups.casts_within import casts_within
 from .fixups.composite_ops import composite_operations
@@ -290,6 +290,7 @@ def _captured(
         flat.layers,
         flat.parts,
         flat.apart,
+        flat.derivatives,
         reentrant,
         written,
         scripted=flat.scripted,
@@ -480,6 +481,7 @@ def _translated_once(flat: FlatModule) -> Translation:
     with contextlib.ExitStack() as stack:
         joint, scopes = _trace(stack, flat, flat.tensors)
         share_casts(joint.graph_module.graph)
+        flat.derivatives = sums_within_forward(joint.graph_module.graph)
         translation = translate(joint, flat.state.generators)
         flat.without_gradients = scopes.without_gradients
     graph = flat.packed.named(place_annotations(translation.graph, translation.notes, scopes.asked))

@@ -86,6 +86,7 @@ class FlatModule(nn.Module):
         self.stepwise = stepwise
         self.layers: dict[str, set[str]] = {}
         self.parts: set[str] = set()
+        self.derivatives: set[str] = set()
         self.scripted: Collection[str] = ()
         """As of `scripted_parts`."""
         self.mode = TRACE_MODES[0]

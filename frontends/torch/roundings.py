@@ -29,6 +29,7 @@ def roundings(
     recurrent: Mapping[str, Iterable[str]],
     parts: Iterable[str],
     apart: Iterable[str],
+    derivatives: Iterable[str],
     reentrant: Mapping[str, str],
     written: Mapping[str, Sequence[str]],
     *,
@@ -44,6 +45,7 @@ def roundings(
             `gru`.
         parts: The lines that compute in place in parts of tensors.
         apart: The decompositions of which the loss may use the values alone, such as `svd`.
+        derivatives: The lines that take derivatives under autocast, and sum gradients of several uses.
         reentrant: The parameters that a reentrant checkpoint reads beside other code, with its line.
         written: The buffers that a checkpoint writes, by its line.
         scripted: The submodules and functions of torch.jit that eager runs in
@@ -107,6 +109,12 @@ def roundings(
     for line in sorted(set(parts)):
         yield Rounding(
             f"what is computed from the part of a tensor that {line} writes in place: it is planned apart",
+            _from_lines(graph, [line]),
+        )
+    for line in sorted(derivatives):
+        yield Rounding(
+            f"what is computed from derivatives that the forward takes under autocast at {line}: eager keeps "
+            "its casts of leaves, and sums their gradients before it casts back",
             _from_lines(graph, [line]),
         )
     for name in sorted(apart):

@@ -63,7 +63,12 @@ def within_derivatives(m: Any, x: Tensor) -> Tensor:
     return m.lin(m.lin(x)) + torch.func.grad(twice)(x) + tangents + torch.func.vmap(m.lin)(m.lin(x))
 
 
+def beside_a_copy(m: Any, x: Tensor) -> Tensor:
+    return m.lin(m.lin(x)) @ m.lin.weight.clone()
+
+
 MODELS = [
+    beside_a_copy,
     loop,
     with_other_uses,
     through_views,
@@ -105,6 +110,29 @@ def test_gradients_of_layers_that_are_used_again_are_eagers(
         ours = fitted(copy.deepcopy(original), example, schedule=lambda graph: recompute_some(graph, 0))
     for _ in range(2):
         assert_equal(gradients(ours, x, keeps=keeps), gradients(original, x, keeps=keeps))
+
+
+def of_a_parameter(m: Any, x: Tensor) -> Tensor:
+    loss = m.lin(m.lin(x)).float().square().sum()
+    return m.lin(x) * torch.autograd.grad(loss, m.lin.weight, create_graph=True)[0].sum()
+
+
+def of_a_leaf_of_its_own(m: Any, x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    loss = (m.lin(leaf) * m.other(leaf)).float().square().sum()
+    return m.lin(x) + torch.autograd.grad(loss, leaf, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("forward", [of_a_parameter, of_a_leaf_of_its_own])
+def test_derivatives_that_a_forward_takes_under_autocast_are_named(forward: Callable[..., Tensor]) -> None:
+    original, x = model(forward), torch.randn(8, 8)
+    with region():
+        ours: Any = irc.optimize(copy.deepcopy(original), (x,), "100%", costs="analytic")
+    (rounding,) = ours.plan.roundings
+    assert "test_torch_autocast_cache.py" in str(rounding)
+    pairs = zip(original.named_parameters(), gradients(ours, x)[1:], gradients(original, x)[1:], strict=True)
+    differing = {name for (name, _), mine, its in pairs if its is not None and not torch.equal(mine, its)}  # pyright: ignore
+    assert differing and all(ours.plan.may_differ(name) for name in differing)
 
 
 def casts(module: nn.Module, x: Tensor) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
 from ..cast_caches import CastCache
-from ..provenance import cast_cache_of, is_converted_by_code, scopes_of
+from ..provenance import cast_cache_of, is_converted_by_code, location_of, scopes_of
 
-__all__ = ["kept_casts", "share_casts"]
+__all__ = ["kept_casts", "share_casts", "sums_within_forward"]
 
 _CAST = torch.ops.aten._to_copy.default
 _ADD = torch.ops.aten.add.Tensor
@@ -73,15 +73,10 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
     Returns:
         The gradient of the leaf.
     """
-    dtype: torch.dtype = casts[0].meta["val"].dtype
-    where = cast_cache_of(casts[0]), _reentrant(casts[0])
+    numbers = {cast.meta["seq_nr"] for cast in casts}  # those of autograd, which a backward shares
     sums, arriving = _arriving(gradient)
-    back = [
-        node
-        for node in arriving
-        if (cast_cache_of(node), _reentrant(node)) == where and _casts_back(node, dtype)
-    ]
-    if not 0 < len(back) <= len(casts):  # uses without a gradient, as under `no_grad`, cast nothing back
+    back = [node for node in arriving if node.meta.get("seq_nr") in numbers and _casts_back(node)]
+    if not back:  # uses without a gradient, as under `no_grad`, cast nothing back
         return gradient
     first, *others = casts
     for cast in others:
@@ -128,11 +123,30 @@ def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return sums[::-1], [node, *reversed(arriving)]
 
 
-def _casts_back(node: fx.Node, dtype: torch.dtype) -> bool:
+def _casts_back(node: fx.Node) -> bool:
     """Whether a node casts the gradient of a use to the type of the leaf, for its sum alone."""
-    source = node.args[0] if node.target is _CAST else None
-    is_own = isinstance(source, fx.Node) and source.meta["val"].dtype == dtype and len(node.users) == 1
-    return is_own and not is_converted_by_code(node)
+    return node.target is _CAST and len(node.users) == 1
+
+
+def sums_within_forward(graph: fx.Graph) -> set[str]:
+    """The lines at which a forward adds up gradients that it has cast back to float32.
+
+    They are of a tensor that was cast several times: in eager once, if it is a leaf.
+    """
+    lines, terms = set[str](), dict[fx.Node, int]()
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") != "is_forward":
+            continue
+        if node.target is _ADD:
+            terms[node] = sum(terms.get(term, 0) for term in node.all_input_nodes)
+            where = location_of(node)
+            if terms[node] > 1 and where is not None:
+                lines.add(where.source or str(where))
+        cache = cast_cache_of(node)
+        if node.target is _CAST and cache is not None and not is_converted_by_code(node):
+            (source,) = node.all_input_nodes
+            terms[node] = node.meta["val"].dtype == torch.float32 and source.meta["val"].dtype in cache.dtypes
+    return lines
 
 
 def _added(graph: fx.Graph, total: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:

@@ -299,6 +299,24 @@ def test_a_budget_below_the_kernels_is_met_by_time_steps() -> None:
         irc.optimize(original, (x,), plan.static_bytes + 1, costs="analytic", time_limit=5)
 
 
+@pytest.mark.skipif(not _RUNS_IN_HALVES, reason="the kernel in bfloat16 needs AVX-512")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}])
+def test_time_steps_under_autocast_compute_in_the_type_of_the_kernels(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(8, 8, **options), torch.randn(12, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        kernels, steps = (capture(layer, (x,), stepwise=stepwise).graph for stepwise in (False, True))
+        results = layer(x)
+        with pytest.raises(BudgetError) as refused:
+            irc.optimize(copy.deepcopy(layer), (x,), 1, costs="analytic")
+        fitted = irc.optimize(copy.deepcopy(layer), (x,), refused.value.minimum_bytes, costs="analytic")
+        others = fitted(x)
+    assert KERNEL in {node.op for node in kernels.nodes} and KERNEL not in {node.op for node in steps.nodes}
+    pairs = zip((results[0], *results[1]), (others[0], *others[1]), strict=True)
+    for result, other in pairs:
+        torch.testing.assert_close(other, result, rtol=0, atol=0.02)  # of the same type, too
+
+
 def test_sequences_that_nobody_can_wait_for_are_refused_at_once() -> None:
     x = torch.randn(1, 1 << 20, 2)
     for layer in (nn.GRU(2, 2, batch_first=True), nn.LSTM(2, 3, proj_size=2, batch_first=True)):

@@ -74,7 +74,7 @@ class RecurrentLayers(TorchFunctionMode):
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return _layer_by_layer(layer, args)
+            return _in_the_kernels_type(layer, args) if runs_kernel else _layer_by_layer(layer, args)
         finally:
             torch._C._set_mkldnn_enabled(enabled)
 
@@ -242,6 +242,16 @@ def _steps_of_eager(device: torch.device) -> contextlib.AbstractContextManager[A
     A GPU's kernels for a whole layer cannot be traced, so the decomposition stays there.
     """
     return torch._C._DisablePythonDispatcher() if device.type in _ON_HOST else contextlib.nullcontext()
+
+
+def _in_the_kernels_type(func: Any, args: tuple[Any, ...]) -> Any:
+    """Calls `_layer_by_layer` in the type that autocast gives a kernel; it would cast within the steps."""
+    x, states, weights, *flags = args
+    (dtype,) = _computed_types((x, *states, *weights))
+    parts = (each.to(dtype) for each in (x, *states, *weights))
+    with torch.autocast("cpu", enabled=False):
+        x, h, c, *weights = parts
+        return _layer_by_layer(func, (x, (h, c), weights, *flags))
 
 
 def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:

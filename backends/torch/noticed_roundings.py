@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -54,19 +54,19 @@ def notice_other_terms(
         torch.autograd.Variable._execution_engine.queue_callback(partial(_remove, watches))
 
 
-def notice_terms_after(program: Program, inputs: Sequence[Tensor], before: Collection[int]) -> None:
+def notice_terms_after(program: Program, inputs: Sequence[Tensor]) -> None:
     """Notes each gradient to which a backward adds more, once the program has added its own to `.grad`.
 
-    Eager adds up first what a backward computes for a parameter. One other term alone makes no difference.
+    Eager adds up first what a backward computes for a parameter. One other term makes no difference where
+    `.grad` was not there, and nobody knows whether it is one.
 
     Args:
         program: The program.
         inputs: Its static inputs.
-        before: The parameters that had a gradient before, by index.
     """
-    several = {released.index for released in program.released.values()} & {*before, *program.several_uses}
+    released = {released.index for released in program.released.values()}
     totals = [
-        (index, total, total._version) for index in several if (total := inputs[index].grad) is not None
+        (index, total, total._version) for index in released if (total := inputs[index].grad) is not None
     ]
 
     def check() -> None:
@@ -110,5 +110,7 @@ def _watch(program: Program, index: int, leaf: Tensor, gradient: Tensor) -> Remo
             program.noticed_roundings[rounding] = None
 
     handle = leaf.register_hook(check)
-    cast("Any", leaf._backward_hooks).move_to_end(handle.id, last=False)
+    hooks = cast("dict[int, Any]", leaf._backward_hooks)
+    for number in [number for number in hooks if number != handle.id]:
+        hooks[number] = hooks.pop(number)  # behind this one, which looks at the sum as it came
     return handle

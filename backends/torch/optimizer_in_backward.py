@@ -64,7 +64,8 @@ class OptimizersInBackward:
 
         def take(name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
             released = program.released[name]
-            if released.depends and not released.depends & given:
+            is_frozen = not inputs[released.index].requires_grad  # since forward: the engine leaves it alone
+            if is_frozen or (released.depends and not released.depends & given):
                 return
             if program.kind is Gradients.APPLIED:
                 if released.index in written and parameter is not inputs[released.index]:

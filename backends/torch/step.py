@@ -137,12 +137,11 @@ class _Step(torch.autograd.Function):
         ctx.went |= given
         parameters: list[Tensor] = ctx.inputs
         program: Program = ctx.program
-        before = {at.index for at in program.released.values() if parameters[at.index].grad is not None}
         with exclusive(ctx.in_backward):
             results = _run_backward(ctx, gradients, given)
         picked = [_pick(program, results, k, parameters[k], given) for k in program.differentiable]
         notice_other_terms(program, parameters, picked)
-        notice_terms_after(program, parameters, before)
+        notice_terms_after(program, parameters)
         return (*[None] * 8, *picked)
 
 

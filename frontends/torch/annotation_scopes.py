@@ -24,6 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ...ir import Annotation, Policy
 from ...torch_support.layouts import in_layout
+from .cast_caches import as_leaves
 from .source_lines import user_line
 
 __all__ = ["MARKS", "Scope", "Scopes", "is_inside"]
@@ -194,11 +195,12 @@ class _Reentrant:
         where = _here()
         if not asks:
             scopes.without_gradients.append(where)
+        given = _with_leaves(args) if enabled else args
         with (
             torch.set_grad_enabled(enabled),
             scopes.checkpoint(where, keeps_draws=preserve, is_reentrant=enabled),
         ):
-            return function(*_with_leaves(args) if enabled else args)
+            return function(*given)
 
 
 class _Leaves(torch.autograd.Function):
@@ -230,7 +232,8 @@ class _Leaves(torch.autograd.Function):
 def _with_leaves(arguments: Sequence[Any]) -> list[Any]:
     """The arguments, with leaves in place of the tensors that ask for a gradient."""
     asking = [isinstance(argument, Tensor) and argument.requires_grad for argument in arguments]
-    leaves: Iterator[Tensor] = iter(_Leaves.apply(*itertools.compress(arguments, asking)))  # pyright: ignore
+    with as_leaves():
+        leaves: Iterator[Tensor] = iter(_Leaves.apply(*itertools.compress(arguments, asking)))  # pyright: ignore
     return [next(leaves) if asks else argument for argument, asks in zip(arguments, asking, strict=True)]
 
 

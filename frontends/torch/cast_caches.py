@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.fx.traceback as fx_traceback
 
-__all__ = ["CastCache", "CastCaches"]
+__all__ = ["LEAF_KEY", "CastCache", "CastCaches", "as_leaves"]
+
+LEAF_KEY = "irc.leaf"
+
+
+def as_leaves() -> contextlib.AbstractContextManager[Any]:
+    """While active, tensors are traced that are leaves in eager: autocast keeps its casts of them."""
+    return fx_traceback.annotate({LEAF_KEY: True})
 
 
 class CastCache(NamedTuple):
@@ -20,11 +28,14 @@ class CastCache(NamedTuple):
 
     Args:
         number: Counts the outermost regions, each of which clears the cache when it ends.
-        dtypes: The element types that it keeps casts to.
+        dtypes: The element types that are cast to.
+        keeps_inputs: Whether it keeps casts of the forward's parameters and arguments: not within a transform
+            that takes derivatives, where they are no leaves.
     """
 
     number: int
     dtypes: frozenset[torch.dtype]
+    keeps_inputs: bool
 
 
 class CastCaches:
@@ -44,11 +55,11 @@ class CastCaches:
     def current(self) -> CastCache | None:
         """Returns the cache in which eager would keep a cast now, if it keeps casts."""
         dtypes = {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
-        if not dtypes or _is_differentiated():
+        if not dtypes:
             return None
         is_within = _depth() > self._depth_around
         is_cached = self._is_cached() if is_within else self._is_cached_around
-        return CastCache(self._number, frozenset(dtypes)) if is_cached else None
+        return CastCache(self._number, frozenset(dtypes), not _is_differentiated()) if is_cached else None
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
         """While active, what clears the cache in this thread begins another one."""
@@ -65,7 +76,7 @@ class CastCaches:
 
 
 def _is_differentiated() -> bool:
-    """Whether a transform of torch.func takes derivatives: tensors are no leaves within it."""
+    """Whether a transform of torch.func takes derivatives."""
     stack = _functorch.get_interpreter_stack() or ()
     return any(interpreter.key() in _DIFFERENTIATING for interpreter in stack)
 

@@ -268,6 +268,7 @@ class _LiftedGraph(nn.Module):
     Attributes:
         plain: The positions of the tensors that are arguments.
         stand_ins: Leaves that stand for these tensors while the graph is traced.
+        static_inputs: The inputs of the graph that are parameters and buffers.
         current_location: The location of the operation that runs.
     """
 
@@ -282,6 +283,10 @@ class _LiftedGraph(nn.Module):
         self.plain = [k for k, (arg, owner) in pairs if owner is None and isinstance(arg, Tensor)]
         self.stand_ins = [args[k].detach().requires_grad_(args[k].requires_grad) for k in self.plain]
         self.current_location: Location | None = None
+        inputs = graph.graph.find_nodes(op="placeholder")
+        self.static_inputs = {
+            node for node, owner in zip(inputs, self.owners, strict=True) if owner is not None
+        }
 
     def _register(self, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
         path, _, last = name.rpartition(".")
@@ -327,18 +332,30 @@ class _Located(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.told.current_location = _location(n)
         try:
+            if n.target is tag_activation_checkpoint:  # torch's own makes of each one that is not reentrant
+                return self._checkpoint(*n.args, **n.kwargs)
             return super().run_node(n)
         finally:
             self.told.current_location = None
 
+    def _checkpoint(self, body: Any, *operands: Any, **options: Any) -> Any:
+        """Calls a checkpoint as the model does: Dynamo hands on the parameters that its function reads."""
+        function, *values = cast("tuple[Any, ...]", self.map_nodes_to_values((body, *operands), body))
+        is_read = [isinstance(node, fx.Node) and node in self.told.static_inputs for node in operands]
+
+        def run(*given: Any) -> Any:
+            others = iter(given)
+            each = [value if read else next(others) for value, read in zip(values, is_read, strict=True)]
+            return fx.Interpreter(function).run(*each)
+
+        policy = function.meta.get("_checkpoint_context_fn")
+        more = options if policy is None else {**options, "context_fn": policy}
+        given = [value for value, read in zip(values, is_read, strict=True) if not read]
+        return checkpoint(run, *given, **more)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is _GET_DATA:
             return args[0].data  # which modes see
-        if target is tag_activation_checkpoint:  # torch's own makes of each one that is not reentrant
-            body, *operands = args
-            policy = body.meta.get("_checkpoint_context_fn")
-            options = {**kwargs, "context_fn": policy} if policy is not None else kwargs
-            return checkpoint(fx.Interpreter(body).run, *operands, **options)
         return super().call_function(target, args, kwargs)
 
 

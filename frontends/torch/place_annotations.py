@@ -186,13 +186,22 @@ def read_in_reentrant_checkpoints(graph: Graph, notes: Mapping[str, Note]) -> di
 
 
 def _ways_to_parameters(graph: Graph, notes: Mapping[str, Note]) -> dict[Input, set[tuple[Scope, ...]]]:
-    """The trained parameters, each with the reentrant checkpoints around what reads it, by reader."""
+    """The trained parameters, each with the reentrant checkpoints around what reads it, by reader.
+
+    What reads a view of it reads the parameter, but not what a checkpoint is given, which is detached.
+    """
     ways: dict[Value, set[tuple[Scope, ...]]] = {}
+    viewed: dict[Value, Value] = {}
     for node in graph.nodes:
-        if node.region is Region.FORWARD:
-            scopes = notes[node.name].scopes if node.name in notes else ()
-            for value in node.operands:
-                ways.setdefault(value, set()).add(tuple(scope for scope in scopes if scope.is_reentrant))
+        if node.region is not Region.FORWARD:
+            continue
+        scopes = notes[node.name].scopes if node.name in notes else ()
+        if node.is_view and node.op != "aten.detach.default":
+            viewed.update((value, viewed.get(node.operands[0], node.operands[0])) for value in node.values)
+            continue
+        for value in node.operands:
+            around = tuple(scope for scope in scopes if scope.is_reentrant)
+            ways.setdefault(viewed.get(value, value), set()).add(around)
     parameters = (i for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad)
     return {entry: ways[entry.value] for entry in parameters if entry.value in ways}
 

@@ -25,12 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from ...ir import Location
 from .annotation_scopes import Scope, Scopes
-from .cast_caches import CastCache, CastCaches
+from .cast_caches import LEAF_KEY, CastCache, CastCaches
 from .source_lines import described, is_capture, is_library, user_line
 
 __all__ = [
     "cast_cache_of",
+    "has_gradients",
     "is_converted_by_code",
+    "is_leaf_in_eager",
     "location_of",
     "raised_at",
     "raised_code",
@@ -42,6 +44,7 @@ _KEY = "irc.location"
 _SCOPES_KEY = "irc.scopes"
 _CONVERTS_KEY = "irc.converts"
 _CASTS_KEY = "irc.casts"
+_GRADIENTS_KEY = "irc.gradients"
 _CONVERSIONS = frozenset(
     {
         torch.Tensor.to,
@@ -88,6 +91,7 @@ class _Annotate(TorchFunctionMode):
             _SCOPES_KEY: self.scopes.around(where.onnx_node),
             _CONVERTS_KEY: func in _CONVERSIONS,
             _CASTS_KEY: self.casts.current(),
+            _GRADIENTS_KEY: torch.is_grad_enabled(),
         }
         with fx_traceback.annotate(notes):
             return func(*args, **(kwargs or {}))
@@ -154,6 +158,16 @@ def is_converted_by_code(node: torch.fx.Node) -> bool:
 def cast_cache_of(node: torch.fx.Node) -> CastCache | None:
     """Returns the cache of autocast for what a node casts; a backward node has its forward operation's."""
     return (node.meta.get("custom") or {}).get(_CASTS_KEY)
+
+
+def has_gradients(node: torch.fx.Node) -> bool:
+    """Whether a node was traced where autograd records: others have the number of what it recorded last."""
+    return (node.meta.get("custom") or {}).get(_GRADIENTS_KEY, True)
+
+
+def is_leaf_in_eager(node: torch.fx.Node) -> bool:
+    """Whether a node is an input of the graph, or was traced `as_leaves`."""
+    return node.op == "placeholder" or (node.meta.get("custom") or {}).get(LEAF_KEY, False)
 
 
 def scopes_of(node: torch.fx.Node) -> tuple[Scope, ...]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.torch_cases import Model, fitted, recompute_some
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import irc
 from irc.frontends.torch import capture
@@ -67,7 +69,46 @@ def beside_a_copy(m: Any, x: Tensor) -> Tensor:
     return m.lin(m.lin(x)) @ m.lin.weight.clone()
 
 
+def own_cast_before_no_grad(m: Any, x: Tensor) -> Tensor:
+    weight = m.lin.weight.to(torch.bfloat16)
+    with torch.no_grad():
+        scale = m.lin(x)
+    return x.to(torch.bfloat16) @ weight + m.lin(x) * scale
+
+
+class _Product(torch.autograd.Function):
+    """Casts in its backward, where its forward is cast by autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0]
+        return (gradient @ weight.t().to(gradient.dtype)).float(), (
+            x.t().to(gradient.dtype) @ gradient
+        ).float()
+
+
+def beside_a_function(m: Any, x: Tensor) -> Tensor:
+    return m.lin(m.lin(x)) + _Product.apply(x, m.lin.weight)  # pyright: ignore
+
+
+def given_to_a_checkpoint(m: Any, x: Tensor) -> Tensor:
+    def block(y: Tensor, weight: Tensor) -> Tensor:
+        return m.lin(y) * m.other(y) + functional.linear(functional.linear(y, weight), weight)
+
+    result: Tensor = checkpoint(block, x * m.other.weight[0], m.lin.weight, use_reentrant=True)  # pyright: ignore
+    return result
+
+
 MODELS = [
+    own_cast_before_no_grad,
+    beside_a_function,
+    given_to_a_checkpoint,
     beside_a_copy,
     loop,
     with_other_uses,
@@ -123,7 +164,11 @@ def of_a_leaf_of_its_own(m: Any, x: Tensor) -> Tensor:
     return m.lin(x) + torch.autograd.grad(loss, leaf, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("forward", [of_a_parameter, of_a_leaf_of_its_own])
+def of_a_transform(m: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: (m.lin(y) * m.other(y)).float().square().sum())(x) + m.lin(x)
+
+
+@pytest.mark.parametrize("forward", [of_a_parameter, of_a_leaf_of_its_own, of_a_transform])
 def test_derivatives_that_a_forward_takes_under_autocast_are_named(forward: Callable[..., Tensor]) -> None:
     original, x = model(forward), torch.randn(8, 8)
     with region():
@@ -133,6 +178,18 @@ def test_derivatives_that_a_forward_takes_under_autocast_are_named(forward: Call
     pairs = zip(original.named_parameters(), gradients(ours, x)[1:], gradients(original, x)[1:], strict=True)
     differing = {name for (name, _), mine, its in pairs if its is not None and not torch.equal(mine, its)}  # pyright: ignore
     assert differing and all(ours.plan.may_differ(name) for name in differing)
+
+
+def test_sums_that_the_code_writes_are_no_derivatives() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + m.lin(x).float()
+        return x
+
+    with region():
+        assert (
+            irc.optimize(model(forward), (torch.randn(8, 8),), "100%", costs="analytic").plan.roundings == ()
+        )
 
 
 def casts(module: nn.Module, x: Tensor) -> int:

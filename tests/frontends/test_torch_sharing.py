@@ -236,11 +236,11 @@ def test_a_hook_that_stays_on_a_parameter_is_refused_and_trains_outside_of_the_f
 def test_results_of_one_storage_have_a_gradient_each_in_the_predicted_peak(costs: str) -> None:
     def forward(m: Any, x: Tensor) -> Any:
         y = m.lin(x)
-        return y, reversed_(y), reversed_(y)[:, :2]
+        return y, reversed_(y), reversed_(y)[:, :2], reversed_(x), reversed_(m.lin.weight)
 
     def loss(results: Any) -> Tensor:
         return torch.stack([result.square().mean() for result in results]).sum()
 
-    model, x = Model(forward, lin=nn.Linear(8, 8)), torch.randn(64, 8)
+    model, x = Model(forward, lin=nn.Linear(8, 8)), torch.randn(64, 8).requires_grad_()
     own: Any = irc.optimize(model, (x,), "100%", loss=loss, costs=costs)
     assert irc.measured_peak_bytes(own, (x,), loss=loss) <= own.plan.peak_bytes

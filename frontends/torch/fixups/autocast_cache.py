@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
 from ..cast_caches import CastCache
-from ..provenance import cast_cache_of, is_converted_by_code, location_of, scopes_of
+from ..provenance import (
+    cast_cache_of,
+    has_gradients,
+    is_converted_by_code,
+    is_leaf_in_eager,
+    location_of,
+    scopes_of,
+)
 
 __all__ = ["kept_casts", "share_casts", "sums_within_forward"]
 
@@ -29,18 +35,18 @@ def share_casts(graph: fx.Graph) -> None:
     Args:
         graph: A joint graph. Without casts of autocast's there is nothing to do.
     """
-    output = graph.output_node()
-    results: Any = output.args[0]
-    gradients = {
-        described.grad_of: node
-        for node, described in zip(results, output.meta["desc"], strict=True)
-        if isinstance(described, GradAOTOutput) and node is not None
-    }
-    for leaf in graph.find_nodes(op="placeholder"):
-        gradient = gradients.get(leaf.meta["desc"])
-        if gradient is not None:
-            for casts in _casts_of(leaf):
-                gradient = _share(graph, casts, gradient)
+    back: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=_CAST):
+        is_backward = node.meta.get("partitioner_tag") == "is_backward"
+        if is_backward and len(node.users) == 1 and not is_converted_by_code(node):
+            back[node.meta.get("seq_nr", -1)].append(node)
+    for leaf in [node for node in graph.nodes if is_leaf_in_eager(node)]:
+        for casts in _casts_of(leaf):
+            # a cast and what casts its gradient back have the number of one record of autograd's
+            numbers = [cast.meta.get("seq_nr", -1) for cast in casts if has_gradients(cast)]
+            cast_back = [node for number in numbers for node in back[number]]
+            if cast_back:  # not if no use has a gradient
+                _share(graph, casts, cast_back)
 
 
 def _casts_of(leaf: fx.Node) -> list[list[fx.Node]]:
@@ -58,7 +64,7 @@ def kept_casts(leaf: fx.Node) -> Iterator[tuple[fx.Node, CastCache]]:
     for user in leaf.users:
         cache = cast_cache_of(user)
         is_cast = user.target is _CAST and user.kwargs.keys() == {"dtype"} and not is_converted_by_code(user)
-        if is_cast and cache is not None and user.meta["val"].dtype in cache.dtypes:
+        if is_cast and cache is not None and cache.keeps_inputs and user.meta["val"].dtype in cache.dtypes:
             yield user, cache
 
 
@@ -67,17 +73,13 @@ def _reentrant(node: fx.Node) -> tuple[int, ...]:
     return tuple(scope.number for scope in scopes_of(node) if scope.is_reentrant)
 
 
-def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
-    """Leaves the first of some casts, and the last cast of their gradients, which then casts the sum.
-
-    Returns:
-        The gradient of the leaf.
-    """
-    numbers = {cast.meta["seq_nr"] for cast in casts}  # those of autograd, which a backward shares
+def _share(graph: fx.Graph, casts: list[fx.Node], cast_back: list[fx.Node]) -> None:
+    """Leaves the first of some casts, and the last cast of their gradients, which then casts the sum."""
+    gradient = _sum_of(cast_back[0])
     sums, arriving = _arriving(gradient)
-    back = [node for node in arriving if node.meta.get("seq_nr") in numbers and _casts_back(node)]
-    if not back:  # uses without a gradient, as under `no_grad`, cast nothing back
-        return gradient
+    back = [node for node in arriving if node in cast_back]
+    if not back:
+        return  # their sum has other readers
     first, *others = casts
     for cast in others:
         cast.replace_all_uses_with(first)
@@ -104,7 +106,18 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> fx.Node:
     for node in [*reversed(sums), *back[:-1]]:
         if not node.users:
             graph.erase_node(node)
-    return so_far
+
+
+def _sum_of(term: fx.Node) -> fx.Node:
+    """The sum that autograd has made of a gradient and of those that arrived where it did."""
+    node = term
+    while len(node.users) == 1:
+        (user,) = node.users
+        # a sum that arrives as a whole is a term of another tensor's gradient
+        if user.target is not _ADD or user.kwargs or (node is not term and user.args[0] is not node):
+            break
+        node = user
+    return node
 
 
 def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -112,7 +125,7 @@ def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     sums: list[fx.Node] = []
     arriving: list[fx.Node] = []
     node = gradient
-    while node.target is _ADD and len(node.users) == 1 and not node.kwargs:
+    while node.target is _ADD and (node is gradient or len(node.users) == 1) and not node.kwargs:
         nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
         if not len(nodes) == len(node.args) == 2:
             break
@@ -123,24 +136,19 @@ def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return sums[::-1], [node, *reversed(arriving)]
 
 
-def _casts_back(node: fx.Node) -> bool:
-    """Whether a node casts the gradient of a use to the type of the leaf, for its sum alone."""
-    return node.target is _CAST and len(node.users) == 1
-
-
 def sums_within_forward(graph: fx.Graph) -> set[str]:
     """The lines at which a forward adds up gradients that it has cast back to float32.
 
     They are of a tensor that was cast several times: in eager once, if it is a leaf.
     """
-    lines, terms = set[str](), dict[fx.Node, int]()
+    lines, terms = set[str](), dict[Any, bool]()
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") != "is_forward":
             continue
-        if node.target is _ADD:
-            terms[node] = sum(terms.get(term, 0) for term in node.all_input_nodes)
+        if node.target is _ADD and all(terms.get(term) for term in node.args):
+            terms[node] = True
             where = location_of(node)
-            if terms[node] > 1 and where is not None:
+            if where is not None:
                 lines.add(where.source or str(where))
         cache = cast_cache_of(node)
         if node.target is _CAST and cache is not None and not is_converted_by_code(node):

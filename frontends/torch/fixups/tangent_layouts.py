@@ -35,24 +35,24 @@ def tangent_layouts(strides: Mapping[int, tuple[int, ...]]) -> contextlib.Abstra
     before: Callable[..., Any] = graph_compile.aot_dispatch_autograd_graph
 
     def relaid(*args: Any, fw_metadata: Any, **kwargs: Any) -> Any:
-        tangents, storages = fw_metadata.traced_tangents, set[int]()
+        tangents = fw_metadata.traced_tangents
         for place, described in enumerate(fw_metadata.traced_tangents_descs):
             output = described.output if isinstance(described, TangentAOTInput) else None
             layout = strides.get(output.idx) if isinstance(output, PlainAOTOutput) else None
             if isinstance(tangents[place], Tensor):
-                # outputs may lie in one storage, as views that custom functions return; gradients do not
-                is_shared = tangents[place].untyped_storage()._cdata in storages
-                tangents[place] = _in_layout(tangents[place], layout, is_shared)
-                storages.add(tangents[place].untyped_storage()._cdata)
+                tangents[place] = _in_layout(tangents[place], layout)
         return before(*args, fw_metadata=fw_metadata, **kwargs)
 
     return replaced_here(graph_compile, "aot_dispatch_autograd_graph", relaid)
 
 
-def _in_layout(tangent: Tensor, strides: tuple[int, ...] | None, is_shared: bool) -> Tensor:
-    """A tensor without data in a layout; an expanded one is copied, and stays as it was traced."""
+def _in_layout(tangent: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """A tensor without data in a layout; an expanded one is copied, and stays as it was traced.
+
+    Outputs may lie in one storage, in parts of it, or in an input's, as views that custom functions return.
+    """
     own = tuple(tangent.stride())
     strides = own if strides is None or is_expanded(tangent.shape, strides) else strides
-    if strides == own and not is_shared:
+    if is_expanded(tangent.shape, strides):
         return tangent
     return torch.empty_strided(tuple(tangent.shape), strides, dtype=tangent.dtype, device=tangent.device)

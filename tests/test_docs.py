@@ -17,6 +17,8 @@ from irc.tools.cli import parser
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "_gallery" not in page.parts]
+OTHERS = ("benchmarks", "tests", "examples", "docs")
+"""The folders with Python beside those of the product."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN]
 
 
@@ -48,6 +50,46 @@ def test_no_page_is_left_out_of_the_contents() -> None:
     }
     listed = set(re.findall(r"^([a-z_]+(?:/[a-z_]+)?)$", index, re.MULTILINE))
     assert pages - listed - {"index"} - {p for p in pages if p.startswith("results/")} == set()
+
+
+FILES = [
+    path.relative_to(ROOT)
+    for folder in (
+        *(link.resolve() for link in (ROOT / "src" / "irc").iterdir()),
+        *map(ROOT.joinpath, OTHERS),
+    )
+    for path in ([folder] if folder.is_file() else folder.rglob("*.py"))
+]
+
+NAMES = {name for path in FILES for name in re.findall(r"[A-Za-z_]\w*", (ROOT / path).read_text())}
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "explanation" / "design.md"])
+def test_files_and_names_in_backticks_exist(page: Path) -> None:
+    """A word in capitals, as in `passes/NAME.py`, stands for a file that the reader writes."""
+    paths = {*map(str, FILES), *(f"{parent}/" for path in FILES for parent in path.parents)}
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    missing: list[str] = []
+    for quoted in re.findall(r"(?<!\})`([^`\n]+)`", text):
+        path, _, name = quoted.partition(":")
+        if re.fullmatch(r"\w+(/[\w.]+)*(\.py|/)", path):
+            while re.search(r"[A-Z]{3}", path.rpartition("/")[2]):
+                path = path.rpartition("/")[0]
+            is_known = (ROOT / path).exists() or any(known.endswith(f"/{path}") for known in paths)
+        elif re.fullmatch(r"[A-Za-z]?\w*(_|[a-z][A-Z])\w*(\.\w+)*", quoted):
+            is_known, name = True, quoted
+        else:
+            continue
+        if not is_known or not {*filter(None, name.split("."))} <= NAMES:
+            missing.append(quoted)
+    assert missing == []
+
+
+def test_result_pages_name_no_folder_of_a_machine() -> None:
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        assert re.findall(r"(?<![\w.])/(?:tmp|home|root|work|var|mnt|Users)/\S*", page.read_text()) == [], (
+            page
+        )
 
 
 # The blocks of a page share a namespace. What a reader has already (a model, its inputs) stands in a block

@@ -139,3 +139,20 @@ def frozen() -> Example:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(("4", "6", "10")))
     return model, args
+
+
+class _Vocabulary(nn.Module):
+    """A head whose scores are most of the memory: tiles of rows hold a part of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 512)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.head(functional.gelu(self.mix(self.words(ids))))
+        return functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+def vocabulary() -> Example:
+    torch.manual_seed(0)
+    return _Vocabulary(), (torch.randint(64, (16, 32)),)

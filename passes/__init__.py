@@ -15,7 +15,6 @@ from .remat.floor import Floor
 from .remat.planner import Planner, recomputation_problem
 from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
-from .remat.strategies.published import Asked, Strategy
 from .rewrites.fuse_operations import FuseOperations
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.loss_gradients import LossGradientsInForward
@@ -26,6 +25,7 @@ from .rewrites.split_convolutions import SplitConvolutions
 from .rewrites.tile_rows import TileRows
 from .rewrites.write_in_place import WriteInPlace
 from .step_memory import step_memory
+from .strategy_registry import Asked, Strategy
 
 __all__ = [
     "MACHINES",

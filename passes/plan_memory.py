@@ -13,13 +13,12 @@ from .offload.choose_offload import choose_copies, choose_offloaded
 from .offload.offload_problem import OffloadProblem
 from .offload.offloaded_parameters import OFFLOADABLE
 from .offload.remat_and_offload import least_budget
-from .offload.strategies import OFFLOAD_STRATEGIES
 from .program import Program
 from .remat.certificate import certify
 from .remat.choice import GAP, ChosenSchedule, Limits
-from .remat.choose_recomputation import STRATEGIES, choose_recomputation, is_all_kept
+from .remat.choose_recomputation import choose_recomputation, is_all_kept
 from .remat.planner import Planner
-from .remat.strategies.published import strategy_named
+from .strategy_registry import SEARCHES, STRATEGIES, needs_tiers, strategy_named
 
 __all__ = ["PlanMemory", "smallest_budget"]
 
@@ -33,10 +32,9 @@ class PlanMemory:
     Args:
         budget: Bytes of the device, `4GiB`, `4GB`, or `60%` of the baseline peak, which is `100%`.
         strategy: `auto` takes the best of all. For comparison, `ilp`, `eviction` and the published methods
-            (`remat.strategies.published`; `every-8`: any k) recompute, and copy nothing. With tiers,
-            `lms` copies as Large Model Support, `ome` recomputes between checkpoints and copies some of
-            these, `pofo` plans a chain of blocks, `swap` copies and computes nothing twice, and `recompute`
-            is `auto` without copies.
+            (`STRATEGIES`; `every-8`: any k) recompute, and copy nothing. With tiers, `lms` copies as Large
+            Model Support, `ome` copies some of its checkpoints, `pofo` plans a chain of blocks, `swap`
+            copies and computes nothing twice, and `recompute` is `auto` without copies.
         time_limit: Seconds of the processor for the search; the best schedule so far counts when they are
             over.
         gap: The search stops at a schedule that is proved this close to the best, as a fraction of the
@@ -48,7 +46,7 @@ class PlanMemory:
     """
 
     name: ClassVar[str] = "plan-memory"
-    strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *OFFLOAD_STRATEGIES, "recompute")
+    strategies: ClassVar[tuple[str, ...]] = (*SEARCHES, *STRATEGIES, "recompute")
 
     budget: int | str = "100%"
     strategy: str = "auto"
@@ -67,8 +65,7 @@ class PlanMemory:
         """
         parse_budget(self.budget)
         self._check_types()
-        named = tuple(name for name in self.strategies if "<" not in name)
-        if self.strategy not in named and strategy_named(self.strategy) is None:
+        if self.strategy not in (*SEARCHES, "recompute") and strategy_named(self.strategy) is None:
             raise UsageError(
                 "IRC403",
                 f"there is no strategy {self.strategy!r}",
@@ -111,7 +108,7 @@ class PlanMemory:
         """
         if has_tiers:
             return
-        if self.strategy in OFFLOAD_STRATEGIES:
+        if needs_tiers(self.strategy):
             raise UsageError(
                 "IRC403",
                 f"strategy {self.strategy} copies, and there is no tier to copy to",
@@ -188,7 +185,7 @@ class PlanMemory:
     def _choice(self, planner: Planner, limits: Limits) -> ChosenSchedule:
         if self.which:
             return choose_offloaded(planner, self.which, self.offloaded_names, limits)
-        if planner.program.tiers and self.strategy in ("auto", *OFFLOAD_STRATEGIES):
+        if planner.program.tiers and (self.strategy == "auto" or needs_tiers(self.strategy)):
             return choose_copies(planner, self.strategy, limits)
         strategy = "auto" if self.strategy == "recompute" else self.strategy
         return choose_recomputation(planner, strategy, limits)

@@ -149,3 +149,16 @@ def test_few_files_import_the_solvers() -> None:
     }
     assert found - SOLVERS == set()
     assert found >= SOLVERS, "this file does without OR-Tools: take it out of SOLVERS"
+
+
+def test_only_the_registry_names_the_published_methods() -> None:
+    """It does so by text: they are imported when one of them is asked for."""
+    paths = [path for room in MAY_IMPORT for path in files_of(room)]
+    importing = {
+        str(path.parent)
+        for path in paths
+        if any(f"{each.module}.{each.name}".startswith("irc.passes.published") for each in imports_of(path))
+    }
+    assert importing == {"passes/published"}
+    naming = {str(path) for path in paths if '"published.' in (ROOT / path).read_text()}
+    assert naming == {"passes/strategy_registry.py"}

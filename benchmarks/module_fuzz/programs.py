@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import irc
-from irc.passes.remat.choose_recomputation import STRATEGIES
+from irc.passes.strategy_registry import load_strategies
 
 from .blocks import KINDS, LENGTH, WIDTH
 
@@ -114,7 +115,7 @@ _LOOPS: dict[str, tuple[Any, ...]] = {
 """The values of a loop that are not the plainest."""
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "strategy": (*(name.replace("<k>", "2").replace("<n>", "2") for name in STRATEGIES if name != "auto"),),
+    "strategy": ("ilp", "eviction", *(re.sub("<.>", "2", s.name) for s in load_strategies(copies=False))),
     "time_limit": (),
     "gap": (0.0, 0.1),
     "costs": ("measured", "measured", "measured", "gtx1080"),

@@ -11,7 +11,7 @@ from irc.frontends.torch import capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
 from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Solution, analytic_costs
 from irc.passes.offload.offload_problem import OffloadProblem
-from irc.passes.offload.strategies import LOOK_AHEADS, lms_all
+from irc.passes.published.lms import LOOK_AHEADS, lms_all
 
 from ..models import MODELS
 from ..models.registry import Example

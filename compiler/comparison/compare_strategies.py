@@ -13,7 +13,7 @@ from ...frontends.torch import Loss, capture
 from ...ir import BudgetError, IrcError, UsageError, format_bytes, parse_budget, verify_schedule
 from ...passes import PlanMemory, Planner
 from ...passes.remat.choice import GAP
-from ...passes.remat.strategies.published import PUBLISHED, strategy_named
+from ...passes.strategy_registry import load_strategies, strategy_named
 from ..model_source import training_loss
 from ..request import MEASURED, Request
 from ..time_steps import has_kernels
@@ -36,7 +36,7 @@ _OVER = "IRC204"
 DEFAULT: tuple[str, ...] = (
     _BEST,
     "eviction",
-    *(name for strategy in PUBLISHED for name in strategy.examples),
+    *(name for strategy in load_strategies(copies=False) for name in strategy.examples),
 )
 """The strategies unless others are asked for: irc's own, and each published one."""
 

@@ -32,9 +32,9 @@ from ...passes import (
     smallest_budget,
 )
 from ...passes.offload.offload_problem import OffloadProblem
-from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
 from ...passes.remat.choice import GAP
 from ...passes.remat.strategies import known_strategies
+from ...passes.strategy_registry import Asked, load_strategies, needs_tiers
 from ...torch_support.pytree import flatten
 from ..request import MEASURED, Request, renamed_costs
 from ..tiers import device_of, measured_tiers, offer, tier_configs
@@ -97,7 +97,7 @@ class Sweep:
     @property
     def copies(self) -> bool:
         """Whether plans copy to tiers, and bounds hold for schedules that do."""
-        return self.offered is not None and self.strategy in ("auto", *OFFLOAD_STRATEGIES)
+        return self.offered is not None and (self.strategy == "auto" or needs_tiers(self.strategy))
 
     @property
     def swap(self) -> tuple[str, ...]:
@@ -505,7 +505,12 @@ def _with_copies(planner: Planner, sweep: Sweep) -> str:
 def _known(work: OffloadProblem) -> tuple[Known, ...]:
     """The points of strategies that need no search; with tiers Large Model Support is one."""
     problem = work.problem
-    copying = ((f"lms-{ahead}", lms_all(work, ahead)) for ahead in LOOK_AHEADS if work.tiers)
+    asked = Asked(work.budget_bytes, 0, math.inf, work.tiers)
+    copying = (
+        named
+        for strategy in (load_strategies(copies=True) if work.tiers else ())
+        for named in zip(strategy.without_budget, strategy.find(problem, asked), strict=False)
+    )
     return tuple(
         Known(name, solution.peak_bytes, solution.seconds / problem.step_seconds - 1)
         for name, solution in (*known_strategies(problem), *copying)

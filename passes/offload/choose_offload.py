@@ -10,10 +10,11 @@ from ..remat.choice import ChosenSchedule, Limits, out_of_time, over_budget
 from ..remat.choose_recomputation import choose_recomputation
 from ..remat.planner import Planner
 from ..remat.search import Incumbent
+from ..strategy_registry import Asked, strategy_named
 from .offload_problem import OffloadProblem
 from .offload_search import OffloadSearch
 from .remat_and_offload import least_budget, search_with_copies
-from .strategies import OFFLOAD_STRATEGIES, known_offload_solutions
+from .strategies import known_offload_solutions
 
 __all__ = ["choose_copies", "choose_offloaded"]
 
@@ -27,7 +28,7 @@ def choose_copies(planner: Planner, strategy: str, limits: Limits) -> ChosenSche
 
     Args:
         planner: The planner of a program with tiers.
-        strategy: `auto`, or one of `OFFLOAD_STRATEGIES`.
+        strategy: `auto`, or the name of one that copies.
         limits: The limits of the search.
 
     Raises:
@@ -108,13 +109,16 @@ def _searched(planner: Planner, work: OffloadProblem, limits: Limits) -> tuple[I
 
 def _known(planner: Planner, strategy: str, work: OffloadProblem, deadline: float) -> Incumbent:
     """The strategy's own schedule: the fastest that fits, of those found in time."""
-    made = [work.problem.keep_all, *OFFLOAD_STRATEGIES[strategy](work, deadline)]
-    fitting = [s for s in made if s.peak_bytes <= work.budget_bytes]
+    named = strategy_named(strategy)
+    assert named is not None
+    asked = Asked(work.budget_bytes, named[1], deadline, work.tiers)
+    schedules = [work.problem.keep_all, *named[0].find(work.problem, asked)]
+    fitting = [s for s in schedules if s.peak_bytes <= work.budget_bytes]
     if not fitting:
         raise over_budget(
             planner,
             work.budget_bytes,
-            min(s.peak_bytes for s in made),
+            min(s.peak_bytes for s in schedules),
             strategy=strategy,
             is_known=time.thread_time() < deadline,
             tiers=work.tiers,

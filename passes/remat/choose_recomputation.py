@@ -6,20 +6,15 @@ import time
 from dataclasses import replace
 
 from ...ir import BudgetError, format_bytes
+from ..strategy_registry import Asked, strategy_named
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .cut_search import bound_by_cuts, search_cuts
 from .eviction import evict_greedily
 from .planner import Planner
 from .problem import Solution
 from .search import Incumbent, fits_without_search, proved_by_cuts, search
-from .strategies.published import PUBLISHED, Asked, strategy_named
 
-__all__ = ["STRATEGIES", "choose_recomputation", "is_all_kept"]
-
-_OWN = ("auto", "ilp", "eviction")
-"""The searches of this project; the others are published methods, for comparison."""
-
-STRATEGIES = (*_OWN, *(strategy.name for strategy in PUBLISHED))
+__all__ = ["choose_recomputation", "is_all_kept"]
 
 
 def is_all_kept(planner: Planner, strategy: str, budget_bytes: int) -> bool:
@@ -33,7 +28,7 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
 
     Args:
         planner: The planner of a program.
-        strategy: One of `STRATEGIES`, with a number in place of `<k>` and `<n>`.
+        strategy: One of `SEARCHES`, or a name that `strategy_named` knows.
         limits: The limits of the search.
 
     Raises:

@@ -43,7 +43,7 @@ from irc.passes import (
 )
 from irc.passes.costs.table import StepCost
 from irc.passes.remat.backward_order import weight_gradients_last
-from irc.passes.remat.strategies import keep_none
+from irc.passes.remat.strategies import keeping
 from irc.passes.rewrites.release_gradients import release_gradients
 
 FEW = examples(15)
@@ -493,4 +493,5 @@ def test_a_gradient_does_not_wait_if_what_it_reads_would_be_made_of_an_updated_p
         costs = Costs(dict.fromkeys(released.operations, 1.0), dict.fromkeys(released.operations, 0), "test")
         order = weight_gradients_last(released, costs)
         assert [node.name for node in order].index("gw") == (3 if waits else 0)
-        verify_schedule(keep_none(CheckpointProblem(released, costs, order)).schedule, costs.workspace_bytes)
+        solution = keeping(CheckpointProblem(released, costs, order), frozenset())
+        verify_schedule(solution.schedule, costs.workspace_bytes)

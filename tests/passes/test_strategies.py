@@ -14,11 +14,11 @@ from support.strategies import Sample, graphs
 
 from irc.ir import Compute, Free, Location, Loss, Schedule, Storage, parse_graph
 from irc.passes import CheckpointProblem, Costs
+from irc.passes.published.gradient_checkpointing import checkpoints
 from irc.passes.remat.problem import Solution
 from irc.passes.remat.strategies import (
     block_borders,
     every_k,
-    keep_all,
     known_strategies,
     min_cut,
     min_cut_candidates,
@@ -26,7 +26,6 @@ from irc.passes.remat.strategies import (
     priced_cuts,
     sqrt_n,
 )
-from irc.passes.remat.strategies.segments import checkpoints
 
 SOME = examples(80)
 samples = chains() | graphs()
@@ -36,7 +35,7 @@ samples = chains() | graphs()
 @SOME
 def test_keeping_all_computes_nothing_twice(sample: Sample) -> None:
     problem = problem_of(sample)
-    solution = keep_all(problem)
+    solution = problem.keep_all
     verify(problem, solution)
     assert solution.order == sample.graph.operations
     assert solution.seconds == problem.step_seconds
@@ -234,7 +233,7 @@ def words(schedule: Schedule) -> str:
 
 
 def test_keep_all_in_words() -> None:
-    assert words(keep_all(chain(4)).schedule) == "f0 f1 f2 f3 | b3 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1"
+    assert words(chain(4).keep_all.schedule) == "f0 f1 f2 f3 | b3 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1"
 
 
 def test_every_2_in_words() -> None:
@@ -243,7 +242,7 @@ def test_every_2_in_words() -> None:
     assert words(every_k(problem, 2).schedule) == (
         "f0 f1 -s1 f2 f3 -s3 f4 f5 | b5 b4 -d5 -s5 f2 b3 -d4 -s4 b2 -d3 -s3 f0 b1 -d2 -s2 b0 -d1 -s1"
     )
-    assert (every_k(problem, 2).peak_bytes, keep_all(problem).peak_bytes) == (64, 80)
+    assert (every_k(problem, 2).peak_bytes, problem.keep_all.peak_bytes) == (64, 80)
 
 
 def test_sqrt_n_in_words() -> None:
@@ -253,7 +252,7 @@ def test_sqrt_n_in_words() -> None:
         "f0 f1 -s1 f2 -s2 f3 f4 -s4 f5 -s5 f6 f7 -s7 f8 | b8 f6 b7 -d8 -s8 b6 -d7 -s7 "
         "f3 f4 b5 -d6 -s6 b4 -d5 -s5 b3 -d4 -s4 f0 f1 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1"
     )
-    assert (sqrt_n(problem).peak_bytes, keep_all(problem).peak_bytes) == (72, 104)
+    assert (sqrt_n(problem).peak_bytes, problem.keep_all.peak_bytes) == (72, 104)
 
 
 def test_one_checkpoint_in_words() -> None:

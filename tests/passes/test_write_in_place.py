@@ -20,7 +20,7 @@ from irc.compiler.operation_allowlist import check_operations
 from irc.frontends.torch import capture
 from irc.ir import Region, Trait, VerificationError, overwritten, verify_graph, verify_schedule, with_frees
 from irc.passes import CheckpointProblem, Cost, Program, WriteInPlace
-from irc.passes.remat.strategies.published import PUBLISHED, Asked
+from irc.passes.strategy_registry import Asked, load_strategies
 
 ROWS, COLUMNS = 64, 48
 
@@ -189,7 +189,7 @@ def test_every_method_has_valid_schedules_of_what_writes(percent: int) -> None:
         node: -sum(v.storage.nbytes for v in overwritten(node)) for node in program.graph.operations
     }
     problem = CheckpointProblem(program.graph, replace(program.costs, workspace_bytes=workspaces))
-    for strategy in PUBLISHED:
+    for strategy in load_strategies(copies=False):
         asked = Asked(problem.keep_all.peak_bytes * percent // 100, 2, deadline=time.thread_time() + 0.2)
         try:
             solutions = list(strategy.find(problem, asked))

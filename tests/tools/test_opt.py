@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from irc.frontends.torch import capture
 from irc.ir import (
     Graph,
     Schedule,
+    Tier,
     UsageError,
     load_plugin,
     parse_file,
@@ -29,7 +31,7 @@ from irc.ir import (
     print_file,
     print_graph,
 )
-from irc.passes import PassManager, Program, machine_named, parse_passes, pass_kinds
+from irc.passes import PassManager, PlanMemory, Program, machine_named, parse_passes, pass_kinds
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "filecheck"
@@ -235,6 +237,7 @@ from dataclasses import replace
 from irc.frontends.onnx.lowerings.table import lowering
 
 keeping = Strategy("keep-them-all", "nobody, 2026", lambda problem, asked: [problem.keep_all])
+copying = replace(keeping, name="copying", copies=True)
 mine = replace(machine_named("cpu"), name="mine")
 
 @lowering("Double", domain="of.others")
@@ -250,14 +253,22 @@ def test_strategies_machines_and_lowerings_of_others_are_used(
         "irc-others",
         {"others_of_irc": OTHERS},
         {
-            "irc.strategies": {"keep-them-all": "others_of_irc:keeping"},
+            "irc.strategies": {
+                "keep-them-all": "others_of_irc:keeping",
+                "copying": "others_of_irc:copying",
+            },
             "irc.machines": {"mine": "others_of_irc:mine"},
             "irc.onnx_lowerings": {"double": "others_of_irc"},
         },
     )
     passes = parse_passes("cost{profile=mine},plan-memory{budget=100%,strategy=keep-them-all}")
-    plan = PassManager(passes).run(Program(capture(Language(), batch()).graph)).plan
-    assert plan is not None and plan.strategy == "keep-them-all"
+    program = PassManager(passes).run(Program(capture(Language(), batch()).graph))
+    assert program.plan is not None and program.plan.strategy == "keep-them-all"
+    chooser = PlanMemory("100%", "copying")
+    with pytest.raises(UsageError, match="copies, and there is no tier"):
+        chooser.check_tiers(has_tiers=False)
+    plan = chooser.run(replace(program, tiers=(Tier("host", 1 << 20, 1e3, 1e3),))).plan
+    assert plan is not None and plan.strategy == "copying"
     assert machine_named("mine").name == "mine"
     assert find("of.others", "Double", 1) is not None
     out = irc("passes")[1]

@@ -33,14 +33,14 @@ def min_cut(problem: CheckpointProblem, fraction: float) -> Solution:
         PyTorch's partitioner with `activation_memory_budget` (torch/_functorch/partitioners.py, 2022 to
         2024). Ours knows an operation as slow by its time, theirs by its name.
     """
-    return _saving(problem, _Network(problem).at(fraction))
+    return problem.keeping(_Network(problem).at(fraction))
 
 
 def min_cut_candidates(problem: CheckpointProblem) -> Iterator[Solution]:
     """The schedules of `min_cut` at fractions 1, 0.9, ... 0, without repetition."""
     network = _Network(problem)
     kept = (network.at(tenths / 10) for tenths in reversed(range(11)))
-    yield from (_saving(problem, saved) for saved in dict.fromkeys(kept))
+    yield from (problem.keeping(saved) for saved in dict.fromkeys(kept))
 
 
 def priced_cuts(
@@ -63,7 +63,7 @@ def priced_cuts(
     """
     there = kept | _read_first(problem)
     cut = ParametricCut(problem, len(problem.forward), kept=there, breaks_ties=False)
-    yield from (_saving(problem, saved | kept) for saved in islice(_hull(cut), limit))
+    yield from (problem.keeping(saved | kept) for saved in islice(_hull(cut), limit))
 
 
 def _hull(cut: ParametricCut) -> Iterator[Kept]:
@@ -81,10 +81,6 @@ def _hull(cut: ParametricCut) -> Iterator[Kept]:
             yield between.kept
             for less, more in ((between, large), (small, between)):
                 heapq.heappush(gaps, (less.nbytes - more.nbytes, next(order), less, more))
-
-
-def _saving(problem: CheckpointProblem, kept: Kept) -> Solution:
-    return problem.keeping(kept)
 
 
 _KNAPSACK_UNITS = 10_000

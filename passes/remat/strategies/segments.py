@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
-from ....ir import Node, Storage
+from ....ir import Storage
 from ..cut_network import Kept
 from ..problem import CheckpointProblem, Solution
 
-__all__ = ["checkpoints", "every_k", "keep_all", "keep_none", "keeping", "segments", "sqrt_n"]
-
-
-def keep_all(problem: CheckpointProblem) -> Solution:
-    """Computes nothing twice."""
-    return problem.keep_all
-
-
-def keep_none(problem: CheckpointProblem) -> Solution:
-    """Keeps forward's inputs, what may not be computed again (masks) and what backward reads first.
-
-    `torch.utils.checkpoint` around the whole model does the same.
-    """
-    return keeping(problem, frozenset())
+__all__ = ["completed", "crossing", "every_k", "keeping", "segments", "sqrt_n"]
 
 
 def every_k(problem: CheckpointProblem, k: int) -> Solution:
@@ -38,7 +23,7 @@ def every_k(problem: CheckpointProblem, k: int) -> Solution:
 
 def segments(problem: CheckpointProblem, cuts: Sequence[int]) -> Solution:
     """Cuts forward before the operations at `cuts`, in order, and keeps what crosses from one to the next."""
-    return keeping(problem, _crossing(problem, cuts))
+    return keeping(problem, crossing(problem, cuts))
 
 
 def sqrt_n(problem: CheckpointProblem) -> Solution:
@@ -60,7 +45,7 @@ def sqrt_n(problem: CheckpointProblem) -> Solution:
     return segments(problem, cuts)
 
 
-def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
+def crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
     """The storages that forward reads across one of the cuts, which are in order."""
     kept: set[Storage] = set()
     for storage, node in problem.producer.items():
@@ -73,10 +58,10 @@ def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
 
 def keeping(problem: CheckpointProblem, kept: Kept) -> Solution:
     """Makes the schedule that keeps these storages, and what cannot be made from them."""
-    return problem.keeping(_with_unrepeatable(problem, kept))
+    return problem.keeping(completed(problem, kept))
 
 
-def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
+def completed(problem: CheckpointProblem, kept: Kept) -> Kept:
     """Adds what backward needs from operations that may run only once, and what its first operation reads."""
     first = problem.forward_reads[problem.backward[0]] if problem.backward else ()
     found = (set(kept) | set(first)) - problem.transient
@@ -93,43 +78,3 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
         else:
             found.add(storage)
     return frozenset(found)
-
-
-def checkpoints(problem: CheckpointProblem, count: int, deadline: float = math.inf) -> Solution | None:
-    """Cuts forward at `count` positions between which it takes equal time, and keeps what crosses them.
-
-    Each operation of backward has what it reads made again from the last checkpoint before it; of what was
-    made, what the next one reads stays, and nothing else. On a chain of equal tensors, memory grows and time
-    falls with the number of checkpoints.
-
-    Args:
-        problem: The recomputation problem.
-        count: The number of checkpoints; at most as many as there are operations.
-        deadline: `time.thread_time()` after which it is given up; time grows with the graph's square.
-
-    Returns:
-        The schedule; None if the deadline came first.
-
-    Source:
-        The ladder of checkpoints of TensorFlow's gradient checkpointing (Bulatov and Salimans, 2018), where
-        the number is the user's.
-    """
-    seconds = list(accumulate(problem.costs.seconds[node] for node in problem.forward))
-    count = min(count, len(seconds))
-    shares = (seconds[-1] * (index + 1) / (count + 1) for index in range(count))
-    cuts = dict.fromkeys(bisect_left(seconds, share) + 1 for share in shares)
-    inner = [cut for cut in cuts if cut < len(problem.forward)]
-    there = set(_with_unrepeatable(problem, _crossing(problem, inner)))
-    reading = [problem.forward_reads[node] for node in problem.backward if problem.forward_reads[node]]
-    following = iter((*reading[1:], ()))
-    order: list[Node] = []
-    made: set[Storage] = set()
-    for node in problem.backward:
-        if time.thread_time() > deadline:
-            return None
-        again = problem.closure(problem.forward_reads[node], there | made)
-        order += (*again, node)
-        if problem.forward_reads[node]:
-            made |= {storage for other in again for storage in problem.graph.allocates(other)}
-            made &= set(next(following))
-    return problem.simulate_order(problem.forward, order)

@@ -9,11 +9,14 @@ from itertools import islice
 
 import numpy as np
 
-from ..chain import Block
-from ..problem import CheckpointProblem, Solution
+from ..remat.problem import CheckpointProblem, Solution
+from ..strategy_registry import Strategy
+from .chain import Block
 from .chain_schedules import Pass, Run, chain_of, schedule_of
 
-__all__ = ["Stage", "fastest", "rotor"]
+__all__ = ["ROTOR", "Stage", "fastest", "rotor"]
+
+ROTOR = Strategy("rotor", "Beaumont et al. 2019", lambda problem, asked: rotor(problem, asked.budget_bytes))
 
 _PARTS = 500
 """The parts that memory above static bytes is counted in; what is needed is rounded up to them."""

@@ -7,21 +7,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from ....ir import Node, Storage, UsageError
-from ..online_run import OnlineRun, OverBudgetError, fastest_run
-from ..problem import CheckpointProblem, Solution
+from ...ir import Node, Storage
+from ..remat.online_run import OnlineRun, OverBudgetError, fastest_run
+from ..remat.problem import CheckpointProblem, Solution
+from ..strategy_registry import Strategy
 
-__all__ = ["HEURISTICS", "dtr"]
+__all__ = ["HEURISTICS", "H_DTR", "H_DTR_EQ", "H_DTR_LOCAL", "dtr"]
 
 
 def dtr(
-    problem: CheckpointProblem,
-    budget_bytes: int,
-    heuristic: str = "h-dtr",
-    *,
-    deadline: float = math.inf,
+    problem: CheckpointProblem, budget_bytes: int, heuristic: str = "h-dtr", deadline: float = math.inf
 ) -> Solution | None:
     """Finds a schedule by running the step, and evicting the least valuable storage when memory is short.
 
@@ -41,9 +37,6 @@ def dtr(
         The schedule, or None if eviction does not reach the budget, or only by thrashing: it gives up when it
         has to make anything again after four times the seconds of a step.
 
-    Raises:
-        UsageError: IRC403 for an unknown heuristic.
-
     Source:
         Kirisame et al., Dynamic Tensor Rematerialization (ICLR 2021), the heuristics, the evicted
         neighbourhood and the treatment of deallocation. Ours takes time from the costs, and evicts what the
@@ -51,12 +44,6 @@ def dtr(
         sampling. The schedule that is returned frees what was made again after its last read, and not when
         the run would have evicted it.
     """
-    if heuristic not in HEURISTICS:
-        raise UsageError(
-            "IRC403",
-            f"there is no heuristic {heuristic!r}",
-            help=f"choose one of {', '.join(HEURISTICS)}",
-        )
     if problem.keep_all.peak_bytes <= budget_bytes:
         return problem.keep_all  # nothing is evicted
     neighbours = HEURISTICS[heuristic]
@@ -211,10 +198,17 @@ class _Classes(_Neighbours):
         return each
 
 
-HEURISTICS: Mapping[str, type[_Neighbours]] = MappingProxyType(
-    {"h-dtr": _Exact, "h-dtr-eq": _Classes, "h-dtr-local": _Local}
-)
+HEURISTICS: Mapping[str, type[_Neighbours]] = {"h-dtr": _Exact, "h-dtr-eq": _Classes, "h-dtr-local": _Local}
 """The heuristics by name."""
+
+H_DTR, H_DTR_EQ, H_DTR_LOCAL = (
+    Strategy(
+        key,
+        "Kirisame et al. 2021",
+        lambda problem, asked, key=key: filter(None, [dtr(problem, asked.budget_bytes, key, asked.deadline)]),
+    )
+    for key in HEURISTICS
+)
 
 
 @dataclass

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ..problem import CheckpointProblem, Solution
+from ..remat.problem import CheckpointProblem, Solution
+from ..strategy_registry import Strategy
 from .chain_schedules import Pass, Run, chain_of, schedule_of
 
-__all__ = ["revolve", "runs_of"]
+__all__ = ["REVOLVE", "revolve", "runs_of"]
+
+REVOLVE = Strategy("revolve", "Griewank and Walther 2000", lambda problem, _: revolve(problem))
 
 
 def revolve(problem: CheckpointProblem) -> Iterator[Solution]:

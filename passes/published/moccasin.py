@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from ....ir import Node, Storage
-from ...constraint_programming import (
+from ...ir import Node, Storage
+from ..constraint_programming import (
     Expression,
     Interval,
     IntVariable,
@@ -20,11 +20,18 @@ from ...constraint_programming import (
     solve,
     weighted_sum,
 )
-from ..exact import Exact
-from ..problem import CheckpointProblem, Solution
+from ..remat.exact import Exact
+from ..remat.problem import CheckpointProblem, Solution
+from ..strategy_registry import Strategy
 from .time_steps import TimeSteps, check_size
 
-__all__ = ["MOST_OPERATIONS", "moccasin"]
+__all__ = ["MOCCASIN", "MOST_OPERATIONS", "moccasin"]
+
+MOCCASIN = Strategy(
+    "moccasin",
+    "Bartan et al. 2023",
+    lambda problem, asked: filter(None, [moccasin(problem, asked.budget_bytes, asked.deadline).best]),
+)
 
 MOST_OPERATIONS = 400
 """The most operations of a graph: of larger ones hardly any solution is found in minutes."""
@@ -36,15 +43,15 @@ _MOST_UNITS = 1 << 40
 """The most units that the budget is counted in: beyond it sizes are rounded up, and nothing is proved."""
 
 
-def moccasin(problem: CheckpointProblem, budget_bytes: int, *, intervals: int = 2, deadline: float) -> Exact:
+def moccasin(problem: CheckpointProblem, budget_bytes: int, deadline: float, intervals: int = 2) -> Exact:
     """Finds the fastest schedule of `TimeSteps` that runs no operation more than `intervals` times.
 
     Args:
         problem: The recomputation problem of a graph of at most `MOST_OPERATIONS` operations.
         budget_bytes: The most that may be alive at once, static bytes included.
+        deadline: `time.thread_time()` at which to stop.
         intervals: The most runs of an operation, each of which begins an interval of retention. With as many
             as there are time steps the class is Checkmate's.
-        deadline: `time.thread_time()` at which to stop.
 
     Returns:
         The best schedule found, and whether it is proved that the class has none faster, or none at all; by

@@ -14,8 +14,8 @@ from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import UsageError
 from irc.passes import CheckpointProblem
-from irc.passes.remat.strategies import checkmate as module
-from irc.passes.remat.strategies.checkmate import checkmate
+from irc.passes.published import checkmate as module
+from irc.passes.published.checkmate import checkmate
 
 SMALL = examples(30)
 MANY_SECONDS = 60.0

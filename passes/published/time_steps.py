@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ....ir import Node, Storage, UsageError
-from ..problem import CheckpointProblem, Solution
+from ...ir import Node, Storage, UsageError
+from ..remat.problem import CheckpointProblem, Solution
 
 __all__ = ["TimeSteps", "check_size"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
-from ....ir import Node, Storage, UsageError
-from ..chain import Block, blocks_of
-from ..problem import CheckpointProblem, Solution
+from ...ir import Node, Storage, UsageError
+from ..remat.problem import CheckpointProblem, Solution
+from .chain import Block, blocks_of
 
 __all__ = ["Pass", "Run", "chain_of", "schedule_of"]
 

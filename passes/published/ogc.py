@@ -12,11 +12,14 @@ from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
-from ....ir import Storage
-from ..problem import CheckpointProblem, Solution
-from .segments import keeping
+from ...ir import Storage
+from ..remat.problem import CheckpointProblem, Solution
+from ..remat.strategies.segments import keeping
+from ..strategy_registry import Strategy
 
-__all__ = ["Checkpoints", "ogc", "optimal_checkpoints"]
+__all__ = ["OGC", "Checkpoints", "ogc", "optimal_checkpoints"]
+
+OGC = Strategy("ogc", "Feng and Huang 2021", lambda problem, asked: [ogc(problem, asked.deadline)])
 
 Vertex = Hashable
 Graph: TypeAlias = "nx.DiGraph[Vertex]"

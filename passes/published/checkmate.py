@@ -6,13 +6,20 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from ....ir import Node, Storage
-from ...milp import Model, Term, Variable, solve
-from ..exact import Exact
-from ..problem import CheckpointProblem, Solution
+from ...ir import Node, Storage
+from ..milp import Model, Term, Variable, solve
+from ..remat.exact import Exact
+from ..remat.problem import CheckpointProblem, Solution
+from ..strategy_registry import Strategy
 from .time_steps import TimeSteps, check_size
 
-__all__ = ["MOST_OPERATIONS", "checkmate"]
+__all__ = ["CHECKMATE", "MOST_OPERATIONS", "checkmate"]
+
+CHECKMATE = Strategy(
+    "checkmate",
+    "Jain et al. 2020",
+    lambda problem, asked: filter(None, [checkmate(problem, asked.budget_bytes, asked.deadline).best]),
+)
 
 MOST_OPERATIONS = 200
 """The most operations of a graph: there is a variable for each pair of them, and more rows than those."""
@@ -21,7 +28,7 @@ _MOST_UNITS = 1 << 20
 """The most units that the budget is counted in, if the common divisor of the sizes is smaller."""
 
 
-def checkmate(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> Exact:
+def checkmate(problem: CheckpointProblem, budget_bytes: int, deadline: float) -> Exact:
     """Finds the fastest schedule that advances by one first run at each time step, as `TimeSteps` defines.
 
     Args:

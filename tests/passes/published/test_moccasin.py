@@ -14,9 +14,9 @@ from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import UsageError
 from irc.passes import CheckpointProblem
+from irc.passes.published import moccasin as module
+from irc.passes.published.moccasin import moccasin
 from irc.passes.remat.exact import Exact
-from irc.passes.remat.strategies import moccasin as module
-from irc.passes.remat.strategies.moccasin import moccasin
 
 SMALL = examples(25)
 MANY_SECONDS = 60.0

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ...ir import Compute, Node, Storage, liveness
-from .problem import CheckpointProblem
+from ..remat.problem import CheckpointProblem
 
-__all__ = ["Block", "articulations", "blocks_of"]
+__all__ = ["SMALL_PART", "Block", "articulations", "blocks_of"]
 
-_SMALL_PART = 2e-5
+SMALL_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all may cross a cut beside the one."""
 
 _MOST_BLOCKS = 64
@@ -79,7 +79,7 @@ def articulations(problem: CheckpointProblem) -> dict[int, Storage]:
 
     Storages that are tiny beside the peak, such as masks and positions that all blocks share, do not count.
     """
-    small_bytes = problem.keep_all.peak_bytes * _SMALL_PART
+    small_bytes = problem.keep_all.peak_bytes * SMALL_PART
     crossing: dict[Storage, int] = {}
     found: dict[int, Storage] = {}
     for index, node in enumerate(problem.forward):
@@ -138,7 +138,7 @@ def _thinned(problem: CheckpointProblem, cuts: list[int], most: int) -> list[int
 def _backward_starts(problem: CheckpointProblem, marks: Sequence[int]) -> list[tuple[int, int]]:
     """For each block the positions of its part of backward: first, and behind the last."""
     end = len(problem.backward)
-    small_bytes = problem.keep_all.peak_bytes * _SMALL_PART
+    small_bytes = problem.keep_all.peak_bytes * SMALL_PART
     read: dict[int, int] = {}
     for position, node in enumerate(problem.backward):
         for storage in (s for s in problem.forward_reads[node] if s.nbytes > small_bytes):

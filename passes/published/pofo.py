@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...ir import Storage, Tier
-from ..remat.chain import Block, blocks_of
+from ..offload.offload_problem import OffloadProblem
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import keeping
-from .offload_problem import OffloadProblem
+from ..strategy_registry import Asked, Strategy
+from .chain import Block, blocks_of
 
-__all__ = ["Segment", "pofo", "segments_within"]
+__all__ = ["POFO", "Segment", "pofo", "segments_within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ _RESERVES = (1.0, 0.9, 0.8)
 """The parts of the budget that choices are made for: the model of a chain is not exact on other graphs."""
 
 
-def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
+def pofo(problem: CheckpointProblem, asked: Asked) -> Iterator[Solution]:
     """Yields the schedules of POFO's choices, for the budget and for a little less.
 
     The graph is cut into a chain of blocks (see `chain`). A dynamic programme goes over the blocks and
@@ -56,21 +57,17 @@ def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]
     bound for the idle time. Labels that hardly differ are taken for one; the paper rounds memory to whole
     parts. Only the first tier is used, and its capacity is left to `schedule_copies`.
 
-    Args:
-        work: The problem.
-        deadline: `time.thread_time()` after which no more choices are made.
-
     Source:
         Beaumont, Eyraud-Dubois, Shilova, Efficient Combination of Rematerialization and Offloading for
         Training DNNs (NeurIPS 2021).
     """
-    problem = work.problem
+    work = OffloadProblem(problem, asked.tiers, asked.budget_bytes)
     if not work.tiers or not problem.forward or not problem.backward:
         return
     blocks = blocks_of(problem)
     tried: set[tuple[Segment, ...]] = set()
     for reserve in _RESERVES:
-        if time.thread_time() >= deadline:
+        if time.thread_time() >= asked.deadline:
             return
         chosen = segments_within(blocks, work.tiers[0], int(work.budget_bytes * reserve))
         if chosen is None or tuple(chosen) in tried:
@@ -80,6 +77,9 @@ def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]
         fitted = work.with_copies(keeping(problem, frozenset(kept)), offloaded)
         if fitted is not None:
             yield fitted
+
+
+POFO = Strategy("pofo", "Beaumont et al. 2021", pofo, copies=True)
 
 
 def _storages(

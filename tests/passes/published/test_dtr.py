@@ -13,11 +13,11 @@ from support.exhaustive import chains, cheapest_of_all, problem_of
 from support.solutions import budget_between, verify
 from support.strategies import Sample, graphs, with_annotations
 
-from irc.ir import Compute, Loss, Storage, UsageError, parse_graph
+from irc.ir import Compute, Loss, Storage, parse_graph
 from irc.passes import CheckpointProblem, Costs
+from irc.passes.published.dtr import HEURISTICS, dtr
 from irc.passes.remat import online_run
 from irc.passes.remat.problem import Solution
-from irc.passes.remat.strategies.dtr import HEURISTICS, dtr
 
 SOME = examples(60)
 samples = chains() | graphs()
@@ -171,11 +171,3 @@ def test_thrashing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_deadline_ends_it() -> None:
     problem = chain((1.0,) * 9)
     assert dtr(problem, problem.keep_all.peak_bytes - 16, deadline=time.thread_time() - 1) is None
-
-
-def test_an_unknown_heuristic_is_refused() -> None:
-    problem = chain((1.0,) * 3)
-    with pytest.raises(UsageError) as caught:
-        dtr(problem, 0, "h-lru")
-    assert caught.value.code == "IRC403" and caught.value.help is not None
-    assert "h-dtr-eq" in caught.value.help

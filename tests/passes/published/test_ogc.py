@@ -14,7 +14,7 @@ from support.exhaustive import chains, problem_of
 from support.solutions import verify
 from support.strategies import Sample, graphs
 
-from irc.passes.remat.strategies.ogc import ogc, optimal_checkpoints
+from irc.passes.published.ogc import ogc, optimal_checkpoints
 
 Vertex = Hashable
 Graph: TypeAlias = "nx.DiGraph[Vertex]"

@@ -14,9 +14,9 @@ from support.solutions import verify
 from support.strategies import Sample, graphs
 
 from irc.ir import UsageError
-from irc.passes.remat.strategies.chain_schedules import Pass, Run
-from irc.passes.remat.strategies.revolve import revolve, runs_of
-from irc.passes.remat.strategies.rotor import Stage, fastest, rotor
+from irc.passes.published.chain_schedules import Pass, Run
+from irc.passes.published.revolve import revolve, runs_of
+from irc.passes.published.rotor import Stage, fastest, rotor
 
 SOME = examples(60)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
-from irc.compiler.compile import capture_call, prepared_call
+from irc.compiler.case import Case
 from irc.compiler.request import INDUCTOR, SUMS, Request
 from irc.compiler.training import measured_peak_bytes
 from irc.ir import FUSED, Kernel, format_bytes, parse_budget
@@ -343,7 +343,7 @@ def _depths() -> Iterator[Row]:
     for depth in (6, 24):
         model, args = models.MODELS["gpt2"](depth=depth)
         request = Request.of("100%", compiler=INDUCTOR)
-        prepared = prepared_call(capture_call(model.train(), args, {}, request), request)
+        prepared = Case.of(model.train(), args, {}, request).prepared
         graph = PassManager([FuseOperations(measure=False)]).run(prepared).graph
         fused = [Kernel.of(node) for node in graph.operations if node.op == FUSED]
         kernels.forget()

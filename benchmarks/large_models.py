@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensor
 
-from irc.compiler.compile import capture_call, plan_captured
+from irc.compiler.case import Case
 from irc.compiler.estimate.estimate import items_of
 from irc.compiler.estimate.hf_config import step_of_config
 from irc.compiler.estimate.lora import Lora
@@ -41,7 +41,7 @@ from .command import chosen, parser_of, run_command, run_row_alone, run_tasks
 from .harness import hardware
 from .pages import to_markdown
 
-__all__ = ["CASES", "Case", "Row", "main"]
+__all__ = ["CASES", "Row", "Setting", "main"]
 
 _MACHINE = "h100"
 _FORM = "irc-bench-large-models-1"
@@ -49,7 +49,7 @@ _TIME_LIMIT = 60.0
 
 
 @dataclass(frozen=True)
-class Case:
+class Setting:
     """A shape with its step and its budgets.
 
     Args:
@@ -102,19 +102,19 @@ class Case:
         }
 
 
-def _small(layers: int, *budgets: str) -> Case:
-    return Case(
+def _small(layers: int, *budgets: str) -> Setting:
+    return Setting(
         *(layers, 128, 352, 4, 1000, 8, 128, "float32"), budgets=budgets, most_seconds=5.0, most_gap=0.005
     )
 
 
 _8B, _70B, _405B = (32, 4096, 14336, 32), (80, 8192, 28672, 64), (126, 16384, 53248, 128)
 
-CASES: dict[str, Case] = {
+CASES: dict[str, Setting] = {
     "small-32": _small(32, "60%", "25%"),
     "small-80": _small(80, "60%", "25%"),
     "small-128": _small(128, "60%", "25%"),
-    "8b-lora": Case(
+    "8b-lora": Setting(
         *_8B,
         lora=Lora(16),
         budgets=("24GiB", "21GiB"),
@@ -122,8 +122,10 @@ CASES: dict[str, Case] = {
         most_gap=0.005,
         is_below_export=True,
     ),
-    "8b-lora-tight": Case(*_8B, lora=Lora(16), budgets=("19.5GiB",), most_seconds=60.0, is_below_export=True),
-    "8b-lora-sums": Case(
+    "8b-lora-tight": Setting(
+        *_8B, lora=Lora(16), budgets=("19.5GiB",), most_seconds=60.0, is_below_export=True
+    ),
+    "8b-lora-sums": Setting(
         *_8B,
         lora=Lora(16),
         exact=SUMS,
@@ -131,15 +133,15 @@ CASES: dict[str, Case] = {
         most_seconds=60.0,
         most_overheads=(0.17,),
     ),
-    "8b-lora-long": Case(
+    "8b-lora-long": Setting(
         *_8B, sequence=131_072, lora=Lora(16), exact=SUMS, budgets=("74.5GiB",), most_seconds=60.0
     ),
-    "8b-qlora": Case(*_8B, lora=Lora(16, in_four_bits=True), budgets=("12GiB",), most_seconds=60.0),
-    "8b": Case(*_8B, batch=8, budgets=("80%",)),
-    "70b-lora": Case(*_70B, lora=Lora(16), budgets=("95%", "90%")),
-    "70b": Case(*_70B, batch=8, budgets=("80%",)),
-    "405b-lora": Case(*_405B, lora=Lora(16), budgets=("97%",)),
-    "405b": Case(*_405B, batch=8, budgets=("80%",)),
+    "8b-qlora": Setting(*_8B, lora=Lora(16, in_four_bits=True), budgets=("12GiB",), most_seconds=60.0),
+    "8b": Setting(*_8B, batch=8, budgets=("80%",)),
+    "70b-lora": Setting(*_70B, lora=Lora(16), budgets=("95%", "90%")),
+    "70b": Setting(*_70B, batch=8, budgets=("80%",)),
+    "405b-lora": Setting(*_405B, lora=Lora(16), budgets=("97%",)),
+    "405b": Setting(*_405B, batch=8, budgets=("80%",)),
 }
 
 
@@ -258,10 +260,10 @@ def _row(name: str, budget: str, *, with_export: bool) -> Row:
     plan, minimum_bytes = None, 0
     with frozen_heap():  # as `irc.optimize` does
         started = time.thread_time()
-        captured = capture_call(module, (), batch, request)
+        call = Case.of(module, (), batch, request)
         captured_at = time.thread_time()
         try:
-            plan = plan_captured(captured, request).plan
+            plan = call.plan().program.plan
         except BudgetError as error:
             minimum_bytes = error.minimum_bytes
         ended = time.thread_time()
@@ -271,7 +273,7 @@ def _row(name: str, budget: str, *, with_export: bool) -> Row:
         name,
         budget,
         sum(parameter.numel() for parameter in module.parameters()),
-        len(captured.graph.operations),
+        len(call.captured.graph.operations),
         export_seconds,
         captured_at - started,
         ended - captured_at,

@@ -25,7 +25,8 @@ from ..passes import Program
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.progress import Listener, Progress, listening
 from ..torch_support.pytree import flatten
-from .compile import CompiledCall, compile_call
+from .compile import compile_call
+from .compiled_call import CompiledCall
 from .lengths.compile import compile_lengths
 from .request import MEASURED, Dynamic, Request, renamed, renamed_costs
 from .tiers import device_of

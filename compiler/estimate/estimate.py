@@ -27,7 +27,7 @@ from ...passes import CheckpointProblem, Machine, PassManager, Planner, Program,
 from ...passes.costs.optimizer_costs import OptimizerFactory, extrapolated_step_costs, optimizer_of
 from ...passes.costs.table import StepCost
 from ...torch_support.pytree import flatten
-from ..compile import capture_call, plan_captured
+from ..case import Case
 from ..frozen_heap import frozen_heap
 from ..pipeline.micro_batches import batch_of
 from ..request import Request
@@ -218,20 +218,18 @@ def estimate(
         asked, costs=machine, optimizer=optimizer, loss=loss, exact=exact, time_limit=time_limit
     )
     with frozen_heap():
-        captured = capture_call(model, args, kwargs, request)
-        request = without_large_steps(request, captured)
-        return _estimate(captured, request, described, items_of(args, kwargs))
+        case = Case.of(model, args, kwargs, request)
+        case = replace(case, request=without_large_steps(request, case.captured))
+        return _estimate(case, described, items_of(args, kwargs))
 
 
-def _estimate(
-    captured: Captured, request: Request, described: Machine | None, items: tuple[int, str]
-) -> Estimate:
+def _estimate(case: Case, described: Machine | None, items: tuple[int, str]) -> Estimate:
     """The estimate of a captured call."""
-    graph = captured.graph
+    captured, request, graph = case.captured, case.request, case.captured.graph
     costed = PassManager([request.cost]).run(Program(graph, eager=captured.eager))
     prepared = PassManager(request.preparing).run(Program(graph))
     try:
-        program, why_not = plan_captured(captured, request), ""
+        program, why_not = case.plan().program, ""
         plan, schedule, costs = program.plan, program.schedule, program.costs
         assert plan is not None and schedule is not None and costs is not None
         planned = memory_use(schedule, costs.workspace_bytes)

@@ -20,7 +20,7 @@ from ...frontends.torch import Loss
 from ...ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ...torch_support.pytree import flatten
-from ..compile import capture_call, plan_captured
+from ..case import Case
 from ..frozen_heap import frozen_heap
 from ..model_source import training_loss
 from ..optimize import optimize_module
@@ -310,11 +310,11 @@ def _planned(
     try:
         module, args, kwargs = step(size)
         with frozen_heap():
-            captured = capture_call(module, args, kwargs, request)
-            least_bytes = _least_bytes(captured.graph) if request.cost.measure else 0
+            case = Case.of(module, args, kwargs, request)
+            least_bytes = _least_bytes(case.captured.graph) if request.cost.measure else 0
             if least_bytes > request.budget:
                 return Trial(size, least_bytes, None, 0.0), None  # nothing of it runs, to be measured
-            plan = plan_captured(captured, without_large_steps(request, captured)).plan
+            plan = replace(case, request=without_large_steps(request, case.captured)).plan().program.plan
     except BudgetError as error:
         return Trial(size, error.minimum_bytes, None, 0.0), None
     except TimeLimitError:

@@ -18,8 +18,10 @@ from ...ir.verify import verify_graph, verify_schedule
 from ...passes import Program
 from ...passes.costs.machines import machine_named
 from ...passes.costs.table import Costs, analytic_costs
-from ..compile import CompiledCall, compile_call, costed_call, emitted_call, planned_call
+from ..compile import compile_call
+from ..compiled_call import CompiledCall, emitted_call
 from ..frozen_heap import frozen_heap
+from ..planned_program import costed_call, planned_call
 from ..request import Request
 from .axis import LengthAxis, LengthCall
 from .graph_family import GraphFamily, GraphsDiffer, graph_family, schedule_of

@@ -28,7 +28,8 @@ from ...ir.lengths import DiffersByLength, fit, generalize, numbers_by_length, s
 from ...passes import Program
 from ...torch_support.attribute_reads import Names
 from ...torch_support.bits import same_bits
-from ..compile import captured_call, prepared_call
+from ..captured_call import captured_call
+from ..planned_program import prepared_call
 from ..request import Request
 from ..time_steps import has_kernels, seconds_to_capture
 from .axis import LengthCall

@@ -21,6 +21,7 @@ from support.torch_cases import Model
 from torch import Tensor, nn
 
 import irc
+from irc.compiler import captured_call
 from irc.compiler import compile as compiler_compile
 
 torch.set_num_threads(1)
@@ -41,7 +42,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
         found.count += 1
         return capture(*args, **options)
 
-    monkeypatch.setattr(compiler_compile, "capture", counting)
+    for room in (captured_call, compiler_compile):
+        monkeypatch.setattr(room, "capture", counting)
     return found
 
 

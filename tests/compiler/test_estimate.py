@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import irc
-from irc.compiler.compile import capture_call
+from irc.compiler.case import Case
 from irc.compiler.estimate.estimate import items_of
 from irc.compiler.estimate.hf_config import step_of_config
 from irc.compiler.estimate.lora import Lora, parse_train
@@ -181,7 +181,7 @@ def test_a_model_on_meta_is_captured_as_on_the_cpu() -> None:
     for device in ("cpu", "meta"):
         with torch.device(device):
             model, ids = Language(), tokens()
-        graphs.append(capture_call(model, (ids,), {}, Request.of("100%", costs="cpu")).graph)
+        graphs.append(Case.of(model, (ids,), {}, Request.of("100%", costs="cpu")).captured.graph)
     real, meta = graphs
     assert [node.op for node in real.nodes] == [node.op for node in meta.nodes]
     assert [o.target for o in real.outputs if o.value] == [o.target for o in meta.outputs if o.value]

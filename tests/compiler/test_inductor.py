@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
-from irc.compiler.compile import capture_call, prepared_call
+from irc.compiler.case import Case
 from irc.compiler.request import Request
 from irc.compiler.training import measured_peak_bytes
 from irc.ir import FUSED, DType, Kernel, Step, Symbol, TensorType
@@ -219,7 +219,7 @@ def test_a_kernel_that_does_not_compile_leaves_its_operations_as_they_are(
 def test_no_kernel_is_begun_after_the_time_limit() -> None:
     module, args = network()
     request = Request.of("100%", compiler="inductor")
-    program = prepared_call(capture_call(module, args, {}, request), request)
+    program = Case.of(module, args, {}, request).prepared
     kernels.forget()
     assert PassManager([FuseOperations(time_limit=-1.0)]).run(program) is program
 

@@ -200,3 +200,39 @@ def test_a_model_without_kernels_is_refused_as_before() -> None:
     with pytest.raises(BudgetError) as refused:
         irc.pareto(model, (x,), budgets=(10,), costs="analytic")
     assert refused.value.code == "IRC443"
+
+
+# ---------------------------------------------------------------------- estimates, tiles
+
+
+def test_an_estimate_below_the_kernels_is_of_their_time_steps() -> None:
+    model, args = pipeline_models.tagger()
+    whole = irc.estimate(model, args, machine="cpu")
+    assert whole.plan is not None and not whole.plan.roundings
+    less = irc.estimate(model, args, machine="cpu", budget=whole.minimum_bytes - 1)
+    assert less.plan is not None and less.plan.peak_bytes < whole.minimum_bytes
+    assert any("LSTM" in str(rounding) for rounding in less.plan.roundings)
+
+
+def test_time_steps_run_in_tiles_where_sums_may_be_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tagger(nn.Module):
+        """Its kernels alone take more than a head in tiles."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.LSTM(8, 32), nn.Linear(32, 256)
+
+        def forward(self, x: Tensor, tags: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.layer(x)[0]).flatten(0, 1), tags.flatten())
+
+    monkeypatch.setattr("irc.compiler.tiles._LEAST_BYTES", 1 << 12)
+    module, args = Tagger(), (torch.randn(6, 16, 8), torch.randint(256, (6, 16)))
+    with pytest.raises(BudgetError) as refused:
+        irc.optimize(copy.deepcopy(module), args, 1, costs="analytic")
+    original, least = copy.deepcopy(module), refused.value.minimum_bytes
+    fitted = irc.optimize(module, args, least * 9 // 10, costs="analytic", exact="sums", time_limit=5)
+    assert fitted.plan.peak_bytes <= least * 9 // 10 and fitted.plan.reordered
+    assert any("LSTM" in str(rounding) for rounding in fitted.plan.roundings)
+    for each in (original, fitted):
+        each(*args).backward()
+    _assert_close_gradients(fitted, original)

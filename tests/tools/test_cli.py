@@ -398,7 +398,7 @@ def test_an_internal_error_is_one_line(irc: Run, models: Path, monkeypatch: pyte
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("division\nby zero")
 
-    monkeypatch.setattr("irc.compiler.compile.capture", fail)
+    monkeypatch.setattr("irc.compiler.captured_call.capture", fail)
     command = ["optimize", f"{models}:mlp", "--budget", "60%"]
     refused(irc(*command), 1, "IRC000", "internal error: ZeroDivisionError: division by zero")
     monkeypatch.setenv("IRC_TRACEBACK", "1")
@@ -410,7 +410,7 @@ def test_an_interrupt_is_one_line(irc: Run, models: Path, monkeypatch: pytest.Mo
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("irc.compiler.compile.capture", interrupt)
+    monkeypatch.setattr("irc.compiler.captured_call.capture", interrupt)
     status, out, err = irc("optimize", f"{models}:mlp", "--budget", "60%")
     assert (status, out, err) == (1, "", "error[IRC001]: interrupted\n")
 

@@ -23,11 +23,11 @@ from .request import Request
 from .tiles import tiles_advice, tiles_of, whole_or_tiled
 from .time_steps import kernels_or_time_steps
 
-__all__ = ["Case", "PlannedCall"]
+__all__ = ["Case", "Planned"]
 
 
 @dataclass(frozen=True)
-class PlannedCall:
+class Planned:
     """A call with a schedule and its certificate.
 
     Args:
@@ -86,7 +86,7 @@ class Case:
         trace = partial(captured_call, module, args, kwargs, request)
         return Case(*trace(), request, reserved, partial(trace, stepwise=True))
 
-    def plan(self) -> PlannedCall:
+    def plan(self) -> Planned:
         """Plans the call: the fastest plan of the first form that fits.
 
         Kernels come before time steps, which are captured only if no kernels fit, and fused operations before
@@ -112,12 +112,12 @@ class Case:
         """The rewritten graph with costs: plans of other forms are compared with it."""
         return costed_call(self.prepared, self.request)
 
-    def _by_time_steps(self) -> PlannedCall:
+    def _by_time_steps(self) -> Planned:
         captured, names = self.time_steps()
         prepared = replace(prepared_call(captured, self.request), kernels=self.as_eager_runs)
         return self._fused_or_not(captured, names, prepared)
 
-    def _fused_or_not(self, captured: Captured, names: Names, prepared: Program) -> PlannedCall:
+    def _fused_or_not(self, captured: Captured, names: Names, prepared: Program) -> Planned:
         """Plans a capture of the call: of fused operations, if their compiler is asked for and they fit."""
         compiler, refusals = self.request.compiler, list[BudgetError]()
         for request in (self.request, *(() if compiler is None else (replace(self.request, compiler=None),))):
@@ -128,7 +128,7 @@ class Case:
                 continue
             if request.compiler is not compiler:  # it was asked for all the same
                 program = replace(program, plan=replace(_plan(program), compiler=compiler or ""))
-            return PlannedCall(captured, names, program)
+            return Planned(captured, names, program)
         raise min(refusals, key=lambda error: error.minimum_bytes)
 
 

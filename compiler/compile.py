@@ -12,7 +12,7 @@ from ..backends.torch.guards.dynamo_call import TraceAnswers
 from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
 from ..frontends.torch import capture
 from ..ir import IrcError
-from .case import Case, PlannedCall
+from .case import Case, Planned
 from .compiled_call import CompiledCall, emitted_call
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
@@ -72,7 +72,7 @@ def compile_call(
 
 def _number_slots(
     module: nn.Module,
-    planned: PlannedCall,
+    planned: Planned,
     request: Request,
     varied: VariedCall,
     *,

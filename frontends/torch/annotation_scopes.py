@@ -195,12 +195,12 @@ class _Reentrant:
         where = _here()
         if not asks:
             scopes.without_gradients.append(where)
-        given = _with_leaves(args) if enabled else args
+        arguments = _with_leaves(args) if enabled else args
         with (
             torch.set_grad_enabled(enabled),
             scopes.checkpoint(where, keeps_draws=preserve, is_reentrant=enabled),
         ):
-            return function(*given)
+            return function(*arguments)
 
 
 class _Leaves(torch.autograd.Function):

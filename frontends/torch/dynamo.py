@@ -343,15 +343,15 @@ class _Located(fx.Interpreter):
         function, *values = cast("tuple[Any, ...]", self.map_nodes_to_values((body, *operands), body))
         is_read = [isinstance(node, fx.Node) and node in self.told.static_inputs for node in operands]
 
-        def run(*given: Any) -> Any:
-            others = iter(given)
-            each = [value if read else next(others) for value, read in zip(values, is_read, strict=True)]
-            return fx.Interpreter(function).run(*each)
+        def run(*arguments: Any) -> Any:
+            rest = iter(arguments)
+            inputs = [value if read else next(rest) for value, read in zip(values, is_read, strict=True)]
+            return fx.Interpreter(function).run(*inputs)
 
         policy = function.meta.get("_checkpoint_context_fn")
         more = options if policy is None else {**options, "context_fn": policy}
-        given = [value for value, read in zip(values, is_read, strict=True) if not read]
-        return checkpoint(run, *given, **more)
+        arguments = [value for value, read in zip(values, is_read, strict=True) if not read]
+        return checkpoint(run, *arguments, **more)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is _GET_DATA:

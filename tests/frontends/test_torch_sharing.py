@@ -242,5 +242,6 @@ def test_results_of_one_storage_have_a_gradient_each_in_the_predicted_peak(costs
         return torch.stack([result.square().mean() for result in results]).sum()
 
     model, x = Model(forward, lin=nn.Linear(8, 8)), torch.randn(64, 8).requires_grad_()
-    own: Any = irc.optimize(model, (x,), "100%", loss=loss, costs=costs)
-    assert irc.measured_peak_bytes(own, (x,), loss=loss) <= own.plan.peak_bytes
+    fitted_model: Any = irc.optimize(model, (x,), "100%", loss=loss, costs=costs)
+    measured_bytes = irc.measured_peak_bytes(fitted_model, (x,), loss=loss)
+    assert measured_bytes <= fitted_model.plan.peak_bytes

@@ -120,7 +120,7 @@ _ROWS = {"plan.json": _plan, "front.json": _front, "pipeline.json": _pipeline}
 
 
 def _worse(row: Row, recorded: Row) -> list[str]:
-    """What is worse in a plan than in the recorded one; a peak is, if the plan is not faster for it."""
+    """Names what is worse in a plan than in the recorded one; a peak is, if the plan is not faster for it."""
 
     def is_above(name: str, sign: int = 1) -> bool:
         difference = sign * (row.get(name, 0) - recorded.get(name, 0))
